@@ -1,0 +1,142 @@
+"""Plan -> arrays, arrays -> outcome: the one place where host numbers and device arrays meet.
+
+Pure functions on numpy.  dtypes are checked here, since a compiled program takes an int64 array without a word, and so
+are page ids, since JAX clips a bad index in silence.  Every array is new: the CPU backend may read it after dispatch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import numpy as np
+
+from jaxserve.device.slots import FLOATS, INTS, load_width
+from jaxserve.device.state import RowFlag, SlotShape
+from jaxserve.device.steps import DRAWN_WIDTH, HEAD, SCORED_WIDTH
+from jaxserve.request import MAX_LOGPROBS, SamplingParams, TokenLogprobs
+from jaxserve.sched.plan import Call, Row, RowOutcome, SlotLoad
+
+INT32 = np.dtype(np.int32)
+
+
+def sampler_flags(params: SamplingParams) -> int:
+    """The parts of the sampler that a sequence needs, whatever its step."""
+    flags = RowFlag(0)
+    if params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1:
+        flags |= RowFlag.PENALTIES
+    if params.logit_bias or params.banned_token_ids:
+        flags |= RowFlag.BIAS
+    if params.allowed_token_ids is not None:
+        flags |= RowFlag.ALLOWED
+    if params.min_tokens:
+        flags |= RowFlag.MIN_TOKENS
+    if params.temperature > 0:
+        flags |= RowFlag.SAMPLED
+        if params.top_k or params.top_p < 1 or params.min_p:
+            flags |= RowFlag.TRUNCATED
+    return int(flags)
+
+
+def pack_load(load: SlotLoad, shape: SlotShape) -> np.ndarray:
+    """-> [load_width] int32, the argument of `load_slot`."""
+    params = load.params
+    seed = np.array([load.seed], np.uint64).view(np.int32)  # low word, high word
+    ints = {
+        "slot": load.slot, "length": len(load.tokens), "prompt_len": load.prompt_len, "limit": load.limit,
+        "min_len": load.min_len, "seed_low": seed[0], "seed_high": seed[1], "top_k": params.top_k,
+    }  # fmt: skip
+    floats = {
+        "temperature": params.temperature, "top_p": params.top_p, "min_p": params.min_p,
+        "presence": params.presence_penalty, "frequency": params.frequency_penalty,
+        "repetition": params.repetition_penalty,
+    }  # fmt: skip
+    biases = dict(params.logit_bias) | dict.fromkeys(params.banned_token_ids, -math.inf)
+    parts = [
+        np.array([ints[name] for name in INTS], np.int32),
+        np.array([floats[name] for name in FLOATS], np.float32).view(np.int32),
+        _padded(load.stop_ids, shape.stop_ids, -1),
+        _padded(tuple(biases), shape.biases, -1),
+        _padded(np.array(list(biases.values()), np.float32).view(np.int32), shape.biases, 0),
+        _padded(params.allowed_token_ids or (), shape.allowed_ids, -1),
+        _padded(load.tokens, shape.max_len, 0),
+    ]
+    packed = np.concatenate(parts)
+    assert packed.dtype == INT32 and packed.shape == (load_width(shape),), (packed.dtype, packed.shape)
+    return packed
+
+
+def _padded(values, width: int, fill: int) -> np.ndarray:
+    assert len(values) <= width, f"{len(values)} values for a width of {width}: the engine must refuse this request"
+    out = np.full(width, fill, np.int32)
+    out[: len(values)] = values
+    return out
+
+
+def pack_call(call: Call, flags: Mapping[int, int], *, scrap_slot: int, columns: int, num_pages: int) -> np.ndarray:
+    """One call's rows -> [rows_bucket, HEAD + P] int32; missing rows are inert and name the scrap slot.
+
+    flags: slot -> `sampler_flags` of its owner."""
+    packed = np.zeros((call.rows_bucket, HEAD + columns), np.int32)
+    packed[len(call.rows) :, 0] = scrap_slot
+    for i, row in enumerate(call.rows):
+        packed[i, :HEAD] = row.slot, row.q_len, row.start, _row_flags(row, flags[row.slot])
+        packed[i, HEAD : HEAD + len(row.pages)] = row.pages
+    pages = packed[:, HEAD:]
+    assert packed.dtype == INT32 and pages.min() >= 0 and pages.max() < num_pages, "page id outside the pool"
+    return packed
+
+
+def _row_flags(row: Row, flags: int) -> int:
+    if row.takes_token:
+        flags |= RowFlag.TAKES_TOKEN
+    if row.logprobs is not None:
+        flags |= RowFlag.LOGPROBS
+    if row.masked:
+        flags |= RowFlag.MASK
+    return int(flags)
+
+
+def pack_masks(masks: dict[int, bytes], rows: int, vocab: int) -> np.ndarray:
+    """{row: mask words} -> [rows, ceil(V/32)] uint32; rows without a mask allow every id."""
+    packed = np.full((rows, -(-vocab // 32)), 0xFFFFFFFF, np.uint32)
+    for i, words in masks.items():
+        packed[i] = np.frombuffer(words, "<u4")
+    return packed
+
+
+def read_call(call: Call, drawn: np.ndarray, scored: dict[int, np.ndarray]) -> list[RowOutcome]:
+    """drawn [rows_bucket, DRAWN_WIDTH] int32 and, for rows that asked, scored {row: [Q, SCORED_WIDTH]} -> outcomes."""
+    assert drawn.shape[1] == DRAWN_WIDTH
+    tokens = drawn[:, 0].tolist()
+    is_nan = drawn[:, 1].tolist()
+    outcomes = []
+    for i, row in enumerate(call.rows):
+        token_ids = (tokens[i],) if tokens[i] >= 0 else ()
+        logprobs = None
+        if row.logprobs is not None and token_ids:
+            logprobs = (_token_logprobs(tokens[i], drawn[i, 2:], row.logprobs),)
+        prompt_logprobs = _read_scored(row, scored[i]) if i in scored else None
+        outcomes.append(
+            RowOutcome(
+                token_ids=token_ids,
+                logprobs=logprobs,
+                prompt_logprobs=prompt_logprobs,
+                is_nan=bool(is_nan[i]) and bool(token_ids),
+            )
+        )
+    return outcomes
+
+
+def _token_logprobs(token_id: int, words: np.ndarray, top: int) -> TokenLogprobs:
+    """words: rank, logprob bits, top ids, top logprob bits."""
+    logprob = words[1:2].view(np.float32)[0]
+    ids = words[2 : 2 + top].tolist()
+    values = words[2 + MAX_LOGPROBS : 2 + MAX_LOGPROBS + top].view(np.float32).tolist()
+    return TokenLogprobs(token_id, float(logprob), int(words[0]), tuple(zip(ids, values, strict=True)))
+
+
+def _read_scored(row: Row, scored: np.ndarray) -> tuple[TokenLogprobs, ...]:
+    """Entry i scores the token at `prompt_logprobs_from` + i + 1; the chunk's last query scores the token after it."""
+    assert row.prompt_logprobs is not None and scored.shape[1] == SCORED_WIDTH
+    wanted = scored[row.prompt_logprobs_from - row.start : row.q_len]
+    return tuple(_token_logprobs(int(words[0]), words[1:], row.prompt_logprobs) for words in wanted)

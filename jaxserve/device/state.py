@@ -1,0 +1,126 @@
+"""Every array the device keeps or is handed, with its shape.  Plain pytrees; what is done with them stands elsewhere.
+
+Letters, here and in every file of the device half:
+  S slots   R rows of this step   Q queries per row   P pages per row   T tokens per page   L layers   D width
+  N query heads   K kv heads   H head dim   F mlp width   V vocabulary   E stop ids   B biases   A allowed ids"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+from flax import struct
+from jax import Array
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """The numbers of a model that the engine needs."""
+
+    layers: int  # L
+    width: int  # D
+    heads: int  # N
+    kv_heads: int  # K
+    head_dim: int  # H
+    vocab: int  # V
+    max_position: int  # the model's context
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotShape:
+    """The widths of the slot state: the engine's limits."""
+
+    slots: int  # S; slot S is scrap
+    max_len: int
+    vocab: int  # V
+    stop_ids: int  # E
+    biases: int  # B
+    allowed_ids: int  # A
+
+
+@struct.dataclass
+class KVPool:
+    """Keys and values of every layer's pages.  Layer l's page p is row l * NP + p; page 0 of every layer is scrap."""
+
+    data: Array  # [L * NP, 2, K, T, H]
+    scale: Array | None = None  # [L * NP, 2, K, T] for 8-bit pools
+    pages: int = struct.field(pytree_node=False, default=0)  # NP
+
+    @staticmethod
+    def zeros(shape: ModelShape, *, pages: int, page_size: int, dtype) -> KVPool:
+        data = jnp.zeros((shape.layers * pages, 2, shape.kv_heads, page_size, shape.head_dim), dtype)
+        return KVPool(data=data, pages=pages)
+
+
+@struct.dataclass
+class SlotState:
+    """What the device knows of the sequences it serves.  Slot S is scrap: padding rows and rows that take no token
+    name it."""
+
+    tokens: Array  # [S+1, max_len] int32  prompt and output
+    length: Array  # [S+1] int32  tokens known
+    kv_len: Array  # [S+1] int32  positions whose K/V are written
+    prompt_len: Array  # [S+1] int32
+    limit: Array  # [S+1] int32  a row that holds this many tokens is inert
+    min_len: Array  # [S+1] int32  stop ids are masked while length < min_len
+    stop_ids: Array  # [S+1, E] int32  -1 = none
+    seed: Array  # [S+1, 2] uint32
+    temperature: Array  # [S+1] float32  0 = greedy
+    top_k: Array  # [S+1] int32  0 = off
+    top_p: Array  # [S+1] float32  1 = off
+    min_p: Array  # [S+1] float32  0 = off
+    presence: Array  # [S+1] float32  0 = off
+    frequency: Array  # [S+1] float32  0 = off
+    repetition: Array  # [S+1] float32  1 = off
+    bias_ids: Array  # [S+1, B] int32  -1 = none
+    bias_values: Array  # [S+1, B] float32  -inf bans
+    allowed_ids: Array  # [S+1, A] int32  -1 = none; all -1 = every id allowed
+    counts: Array  # [S+1, V] int32  times generated, plus SEEN_IN_PROMPT when the prompt holds it
+
+    @staticmethod
+    def empty(shape: SlotShape) -> SlotState:
+        rows = shape.slots + 1
+
+        def full(width: tuple[int, ...], dtype, value=0):
+            return jnp.full((rows, *width), value, dtype)
+
+        i32, f32 = jnp.int32, jnp.float32
+        return SlotState(
+            tokens=full((shape.max_len,), i32), length=full((), i32), kv_len=full((), i32), prompt_len=full((), i32),
+            limit=full((), i32), min_len=full((), i32), stop_ids=full((shape.stop_ids,), i32, -1),
+            seed=full((2,), jnp.uint32), temperature=full((), f32), top_k=full((), i32), top_p=full((), f32, 1),
+            min_p=full((), f32), presence=full((), f32), frequency=full((), f32), repetition=full((), f32, 1),
+            bias_ids=full((shape.biases,), i32, -1), bias_values=full((shape.biases,), f32),
+            allowed_ids=full((shape.allowed_ids,), i32, -1), counts=full((shape.vocab,), i32),
+        )  # fmt: skip
+
+
+SEEN_IN_PROMPT = 1 << 24  # in SlotState.counts
+
+
+class RowFlag(enum.IntFlag):
+    """What a row needs of the sampler; a part of it runs only when some row of the call needs it."""
+
+    TAKES_TOKEN = 1
+    PENALTIES = 2
+    BIAS = 4  # logit_bias and banned ids
+    ALLOWED = 8  # allowed ids
+    MIN_TOKENS = 16  # stop ids are masked until min_len
+    MASK = 32  # a late mask
+    SAMPLED = 64  # temperature > 0
+    TRUNCATED = 128  # top-k, top-p or min-p
+    LOGPROBS = 256
+
+
+@struct.dataclass
+class StepInputs:
+    """One call's rows.  Padding rows have slot S and q_len 0."""
+
+    slot: Array  # [R] int32
+    q_len: Array  # [R] int32  queries that count; 0 = inert
+    flags: Array  # [R] int32  RowFlag
+    page_table: Array  # [R, P] int32  page 0 = scrap
+    kv_len: Array  # [R] int32  positions in the pool once this step has written its own; 0 = inert
+    positions: Array  # [R, Q] int32  query i stands at kv_len - q_len + i; padded queries hold 0
+

@@ -1,0 +1,132 @@
+"""The programs of a step: forward (prefill, decode), sample, prompt logprobs.  Pure functions, compiled by the runner.
+
+A call is handed one packed int32 array [R, HEAD + P]: slot, q_len, start, flags, page table.  Everything else lives on
+the device: a prefill row reads its tokens from its slot at [start, start + q_len); a decode row reads token and
+position from it, so that a step can be dispatched before the last one has been read."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import jax.numpy as jnp
+from flax import struct
+from jax import Array, lax
+from jax.sharding import Mesh
+
+from jaxserve.device import sampling
+from jaxserve.device.attention import Attend, make_attend
+from jaxserve.device.state import KVPool, ModelShape, RowFlag, SlotState, StepInputs
+from jaxserve.request import MAX_LOGPROBS
+
+HEAD = 4  # slot, q_len, start, flags: the columns of a packed call before its page table
+DRAWN_WIDTH = 4 + 2 * MAX_LOGPROBS  # token (-1 = none), is_nan, rank, logprob bits, top ids, top logprob bits
+SCORED_WIDTH = 3 + 2 * MAX_LOGPROBS  # token, rank, logprob bits, top ids, top logprob bits
+
+Params = dict  # of arrays or QTensors, string keys
+
+
+class Model(Protocol):
+    """What a step needs of a model (`jaxserve.models`)."""
+
+    shape: ModelShape
+
+    def forward(
+        self, params: Params, tokens: Array, positions: Array, pool: KVPool, attend: Attend
+    ) -> tuple[Array, KVPool]:
+        """tokens, positions [R, Q] -> hidden [R, Q, D] after the last norm, pool."""
+        ...
+
+    def logits(self, params: Params, hidden: Array) -> Array:
+        """[..., D] -> [..., V] float32."""
+        ...
+
+
+@struct.dataclass
+class Forwarded:
+    """What forward leaves for the sampler."""
+
+    hidden: Array  # [R, Q, D]
+    logits: Array  # [R, 1, V] float32, of each row's last query
+    kv_len: Array  # [R] int32; 0 = the row was inert
+
+
+def prefill(model: Model, params: Params, pool: KVPool, slots: SlotState, packed: Array, *, queries: int,
+            backend: str, mesh: Mesh) -> tuple[Forwarded, KVPool]:  # fmt: skip
+    """A chunk of each row's prompt.  packed [R, HEAD + P] -> logits of each row's last query, pool."""
+    slot, q_len, start = packed[:, 0], packed[:, 1], packed[:, 2]
+    inputs = _place(packed, start, q_len, queries)
+    tokens = slots.tokens[slot[:, None], inputs.positions]
+    attend = make_attend(inputs, backend=backend, mesh=mesh)
+    hidden, pool = model.forward(params, tokens, inputs.positions, pool, attend)
+    last = jnp.maximum(q_len - 1, 0)[:, None, None]
+    logits = model.logits(params, jnp.take_along_axis(hidden, last, axis=1))  # gathered before the head
+    return Forwarded(hidden=hidden, logits=logits, kv_len=inputs.kv_len), pool
+
+
+def decode(model: Model, params: Params, pool: KVPool, slots: SlotState, packed: Array, *, backend: str,
+           mesh: Mesh) -> tuple[Forwarded, KVPool]:  # fmt: skip
+    """The last token of each row.  A row at its limit is inert: the host may not know yet that it ended."""
+    slot = packed[:, 0]
+    start = slots.kv_len[slot]
+    q_len = jnp.where(slots.length[slot] < slots.limit[slot], packed[:, 1], 0)
+    inputs = _place(packed, start, q_len, 1)
+    tokens = slots.tokens[slot[:, None], inputs.positions]
+    attend = make_attend(inputs, backend=backend, mesh=mesh)
+    hidden, pool = model.forward(params, tokens, inputs.positions, pool, attend)
+    return Forwarded(hidden=hidden, logits=model.logits(params, hidden), kv_len=inputs.kv_len), pool
+
+
+def _place(packed: Array, start: Array, q_len: Array, queries: int) -> StepInputs:
+    at = start[:, None] + lax.iota(jnp.int32, queries)[None, :]
+    is_query = lax.iota(jnp.int32, queries)[None, :] < q_len[:, None]
+    return StepInputs(
+        slot=packed[:, 0],
+        q_len=q_len,
+        flags=packed[:, 3],
+        page_table=packed[:, HEAD:],
+        kv_len=jnp.where(q_len > 0, start + q_len, 0),
+        positions=jnp.where(is_query, at, 0),
+    )
+
+
+def sample(slots: SlotState, logits: Array, kv_len: Array, packed: Array, mask: Array) -> tuple[Array, SlotState]:
+    """Draw each row's next token and write it to its slot.
+
+    logits [R, 1, V], kv_len [R] of `Forwarded`, packed [R, HEAD + P], mask [R, V/32] uint32 (read where a row has
+    RowFlag.MASK) -> drawn [R, DRAWN_WIDTH] int32, slots.  Rows that take no token write the scrap slot."""
+    flags = packed[:, 3]
+    takes = ((flags & RowFlag.TAKES_TOKEN) > 0) & (kv_len > 0)
+    scrap = slots.length.shape[0] - 1
+    slot = jnp.where(takes, packed[:, 0], scrap)
+    drawn = sampling.draw(logits[:, 0], sampling.rows_of(slots, slot), mask, flags)
+    at = jnp.minimum(kv_len, slots.tokens.shape[1] - 1)
+    slots = slots.replace(
+        tokens=slots.tokens.at[slot, at].set(drawn.token),
+        length=slots.length.at[slot].set(kv_len + 1),
+        kv_len=slots.kv_len.at[slot].set(kv_len),
+        counts=slots.counts.at[slot, drawn.token].add(1),
+    )
+    head = [jnp.where(takes, drawn.token, -1), drawn.is_nan.astype(jnp.int32), drawn.rank, _bits(drawn.logprob)]
+    packed_out = jnp.concatenate([jnp.stack(head, axis=1), drawn.top_ids, _bits(drawn.top_logprobs)], axis=1)
+    return packed_out, slots
+
+
+def prompt_logprobs(model: Model, params: Params, hidden: Array, slots: SlotState, packed: Array,
+                    row: Array) -> Array:  # fmt: skip
+    """Score one row's chunk: entry i is the logprob of the token at start + i + 1 given all before it.
+
+    hidden [R, Q, D], row scalar int32 -> [Q, SCORED_WIDTH] int32; entries past the row's known tokens mean nothing."""
+    slot, start = packed[row, 0], packed[row, 2]
+    queries = hidden.shape[1]
+    at = jnp.minimum(start + 1 + lax.iota(jnp.int32, queries), slots.tokens.shape[1] - 1)
+    targets = slots.tokens[slot, at]
+    states = lax.dynamic_index_in_dim(hidden, row, axis=0, keepdims=False)
+    logprob, rank, top_ids, top_logprobs = sampling.prompt_logprobs(
+        lambda block: model.logits(params, block), states, targets
+    )
+    return jnp.concatenate([targets[:, None], rank[:, None], _bits(logprob)[:, None], top_ids, _bits(top_logprobs)], axis=1)
+
+
+def _bits(values: Array) -> Array:
+    return lax.bitcast_convert_type(values.astype(jnp.float32), jnp.int32)
+

@@ -1,0 +1,223 @@
+"""The engine: one model served to any thread.  An inbox in, streams out, a loop thread between.
+
+Nothing here is on the device, and nothing here decides what is computed: that is the loop's (`jaxserve.loop`)."""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from jaxserve.config import EngineConfig, SchedulerConfig
+from jaxserve.limits import check_request
+from jaxserve.loop import HEARTBEAT_SECONDS, Abort, Add, End, Loop
+from jaxserve.programs import compile_counter
+from jaxserve.request import Chunk, ErrorCode, Request, RequestError
+from jaxserve.runner import Runner
+from jaxserve.sched.scheduler import Scheduler
+from jaxserve.streams import RequestHandle, hand_over
+from jaxserve.text import Tokenizer
+
+log = logging.getLogger("jaxserve")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInfo:
+    """What a client may want to know before it asks."""
+
+    name: str
+    architecture: str
+    vocab: int
+    max_len: int
+    dtype: str
+    device: str
+    attention_backend: str
+    parameters: int
+    pool_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """How busy the engine is.  Counters never fall."""
+
+    running: int
+    waiting: int
+    slots: int
+    pages_total: int
+    pages_free: int
+    pages_cached: int
+    pages_held: int
+    requests: int
+    prompt_tokens: int
+    completion_tokens: int
+    prefix_hit_tokens: int
+    preemptions: int
+    recomputed_tokens: int
+    draft_tokens: int
+    accepted_tokens: int
+    nan_rows: int
+    steps: int
+    compiles: int  # since the start; anything but 0 is a bug
+    host_seconds: float  # CPU time of the loop's thread
+
+
+class Engine:
+    """Built by `jaxserve.start.load_engine`; then `start()`, any number of `submit()`, `stop()`."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        runner: Runner,
+        scheduler_config: SchedulerConfig,
+        tokenizer: Tokenizer,
+        info: ModelInfo,
+    ):
+        self.config = config
+        self.info = info
+        self.tokenizer = tokenizer
+        self._runner = runner
+        self._scheduler_config = scheduler_config
+        self._seeds = random.Random(config.seed)
+        self._lock = threading.Lock()  # of the two below: submit and the loop both write them
+        self._handles: dict[str, RequestHandle] = {}
+        self._open: dict[str, int] = {}  # request -> sequences that have not ended
+        self._loop = self._new_loop()
+        self._thread: threading.Thread | None = None
+        self._draining = False
+        self._failure: BaseException | None = None
+        self._compiles_at_start = 0
+        self._requests = 0  # accepted since the process began
+
+    def start(self) -> None:
+        """Begin to serve; again after `stop()`."""
+        assert self._thread is None, "the engine runs already"
+        self._draining = False
+        self._loop = self._new_loop()
+        self._compiles_at_start = compile_counter().compiles
+        self._thread = threading.Thread(target=self._run, name="jaxserve-loop", daemon=True)
+        self._thread.start()
+
+    def stop(self, drain_timeout: float = 0.0) -> None:
+        """Refuse new work, let what runs finish for `drain_timeout` seconds, abort the rest, end the loop."""
+        self._draining = True
+        if self._thread is None:
+            return
+        deadline = time.monotonic() + drain_timeout
+        while self._open and self._thread.is_alive() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        self._loop.inbox.put(End())
+        self._thread.join()
+        self._thread = None
+
+    def submit(self, request: Request) -> RequestHandle:
+        """Queue a request.  RequestError when it cannot be served; else read its chunks from the handle."""
+        if self._failure is not None:
+            raise RequestError(f"the engine has stopped: {self._failure}", code=ErrorCode.INTERNAL)
+        if self._draining or self._thread is None:
+            raise RequestError("the server is shutting down", code=ErrorCode.UNAVAILABLE)
+        self.check(request)
+        if request.params.seed is None:
+            request = replace(request, params=replace(request.params, seed=self._seeds.getrandbits(63)))
+        with self._lock:
+            if request.id in self._handles:
+                raise RequestError(
+                    f"a request with id {request.id!r} is running", code=ErrorCode.ALREADY_EXISTS, field="id"
+                )
+            if not self.has_room(request.params.n):
+                raise RequestError(
+                    f"{sum(self._open.values())} sequences run or wait; {self.config.slots} slots and a queue of"
+                    f" {self.config.queue_limit} hold no {request.params.n} more: try again later",
+                    code=ErrorCode.RESOURCE_EXHAUSTED,
+                )
+            handle = RequestHandle(request, self.tokenizer, self.abort)
+            self._handles[request.id] = handle
+            self._open[request.id] = request.params.n
+            self._requests += 1
+        self._loop.inbox.put(Add(request))
+        return handle
+
+    def check(self, request: Request) -> None:
+        """RequestError when this model and these limits cannot serve the request, however idle the engine is."""
+        check_request(
+            request, vocab=self.info.vocab, max_len=self.info.max_len, eos_ids=self.tokenizer.eos_ids, config=self.config
+        )
+
+    def has_room(self, sequences: int) -> bool:
+        """Whether the slots and the queue hold that many more."""
+        return sum(self._open.values()) + sequences <= self.config.slots + self.config.queue_limit
+
+    def abort(self, request_id: str) -> bool:
+        """End a request wherever it stands.  False when no such request runs."""
+        if request_id not in self._handles:
+            return False
+        self._loop.inbox.put(Abort(request_id))
+        return True
+
+    @property
+    def is_draining(self) -> bool:
+        return self._draining
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What ended the loop, if it died."""
+        return self._failure
+
+    @property
+    def is_healthy(self) -> bool:
+        """The loop lives and went round within the last 30 heartbeats (a hung device shows)."""
+        is_alive = self._thread is not None and self._thread.is_alive() and self._failure is None
+        return is_alive and time.monotonic() - self._loop.beat < 30 * HEARTBEAT_SECONDS
+
+    def load(self) -> Load:
+        """A snapshot; each number is right, together they may be a step apart."""
+        load = self._loop.scheduler.load()
+        totals = load.totals
+        return Load(
+            running=load.running,
+            waiting=load.waiting + self._loop.inbox.qsize(),
+            slots=load.slots,
+            pages_total=load.pages_total,
+            pages_free=load.pages_free,
+            pages_cached=load.pages_cached,
+            pages_held=load.pages_held,
+            requests=self._requests,
+            prompt_tokens=totals.prompt_tokens,
+            completion_tokens=totals.output_tokens,
+            prefix_hit_tokens=totals.prefix_hit_tokens,
+            preemptions=totals.preemptions,
+            recomputed_tokens=totals.recomputed_tokens,
+            draft_tokens=totals.drafted_tokens,
+            accepted_tokens=totals.accepted_tokens,
+            nan_rows=totals.nan_rows,
+            steps=totals.steps,
+            compiles=compile_counter().compiles - self._compiles_at_start,
+            host_seconds=self._loop.host_seconds,
+        )
+
+    def _new_loop(self) -> Loop:
+        scheduler = Scheduler(self._scheduler_config, self.tokenizer.eos_ids)
+        return Loop(runner=self._runner, scheduler=scheduler, tokenizer=self.tokenizer, deliver=self._deliver)
+
+    def _run(self) -> None:
+        try:
+            self._loop.run()
+        except BaseException as error:  # the loop's thread has nobody above it
+            self._failure = error
+            log.exception("the engine's loop died; every stream ends with an error")
+            self._loop.fail(f"the engine has stopped: {error}")
+
+    def _deliver(self, chunks: Sequence[Chunk]) -> None:
+        deliveries = []
+        with self._lock:
+            for chunk in chunks:
+                handle = self._handles[chunk.request_id]
+                deliveries.append((handle, chunk))
+                if chunk.finish_reason is not None:
+                    self._open[chunk.request_id] -= 1
+                    if not self._open[chunk.request_id]:
+                        del self._handles[chunk.request_id], self._open[chunk.request_id]
+        hand_over(deliveries)

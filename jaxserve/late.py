@@ -1,0 +1,103 @@
+"""What the loop works out from tokens it has just read, while the next step computes: stop strings and token masks.
+
+Both follow a sequence's read output, so a dropped or preempted row needs no undo."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from jaxserve.request import Chunk, FinishReason, SamplingParams, TokenMask
+from jaxserve.sched.plan import Cut, Outcome, Plan
+from jaxserve.sched.scheduler import Scheduler
+from jaxserve.text import Tokenizer
+from jaxserve.text.detokenize import Detokenizer
+
+Key = tuple[str, int]  # request id, index
+
+
+class StopStrings:
+    """Decodes the sequences that have stop strings, and only those; the others are decoded by their readers."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer = tokenizer
+        self._decoders: dict[Key, Detokenizer] = {}
+        self._texts: dict[Key, str] = {}  # decoded, not yet in a chunk
+
+    def search(self, plan: Plan, outcome: Outcome, scheduler: Scheduler) -> dict[int, Cut]:
+        """-> sequence -> where its new tokens must be cut."""
+        cuts: dict[int, Cut] = {}
+        for row, drawn in zip(plan.rows, outcome.rows, strict=True):
+            if not drawn.token_ids or drawn.is_nan:
+                continue
+            sequence = scheduler.current(row)
+            if sequence is None or not sequence.request.params.stop:
+                continue
+            params = sequence.request.params
+            key = (sequence.request.id, sequence.index)
+            decoder = self._decoders.get(key) or self._open(key, params)
+            ending = sequence.ending(drawn.token_ids, None)
+            token_ids = drawn.token_ids[: ending.keep]
+            if ending.reason is FinishReason.STOP and not params.include_stop_str_in_output:
+                token_ids = token_ids[:-1]  # a stop id: its own text is cut
+            piece = decoder.feed(token_ids)
+            self._texts[key] = self._texts.get(key, "") + piece.text
+            if piece.cut is not None:
+                cuts[row.sequence] = Cut(piece.cut.keep, piece.cut.stop)
+        return cuts
+
+    def finish(self, chunk: Chunk) -> Chunk:
+        """Give a chunk the text that belongs to it; a sequence that ends otherwise than by a stop string gets its tail."""
+        key = (chunk.request_id, chunk.index)
+        decoder = self._decoders.get(key)
+        if decoder is None:
+            return chunk
+        text = self._texts.pop(key, "")
+        if chunk.finish_reason is not None:
+            del self._decoders[key]
+            if not (chunk.finish_reason is FinishReason.STOP and isinstance(chunk.stop_reason, str)):
+                text += decoder.flush()
+        return replace(chunk, text=text)
+
+    def _open(self, key: Key, params: SamplingParams) -> Detokenizer:
+        decoder = Detokenizer(
+            self._tokenizer,
+            stop=params.stop,
+            include_stop=params.include_stop_str_in_output,
+            skip_special=params.skip_special_tokens,
+            min_tokens=params.min_tokens,
+        )
+        self._decoders[key] = decoder
+        return decoder
+
+
+class LateMasks:
+    """The masks of the rows whose next token is constrained by their last one."""
+
+    def __init__(self) -> None:
+        self._masks: dict[int, tuple[TokenMask, int]] = {}  # sequence -> its mask, output tokens it has seen
+
+    def words(self, plan: Plan, scheduler: Scheduler) -> dict[int, bytes]:
+        """-> sequence -> mask words, for the plan's masked rows that still live.  Called when all steps before the
+        plan's have been committed."""
+        words = {}
+        for row in plan.rows:
+            if not row.masked or not row.takes_token:
+                continue
+            sequence = scheduler.current(row)
+            if sequence is None:
+                continue
+            words[row.sequence] = self._advanced(row.sequence, sequence).words()
+        return words
+
+    def forget(self, ended: set[int]) -> None:
+        for sequence in ended:
+            self._masks.pop(sequence, None)
+
+    def _advanced(self, number: int, sequence) -> TokenMask:
+        make_mask = sequence.request.make_mask
+        mask, seen = self._masks.get(number) or (make_mask(), 0)
+        new = sequence.output[seen:]
+        if new:
+            mask.advance(new)
+        self._masks[number] = (mask, seen + len(new))
+        return mask

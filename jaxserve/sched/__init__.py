@@ -1,0 +1,1 @@
+"""The host half of batching: pages, plans, the scheduler.  Numbers only; no jax, no clock, no threads."""

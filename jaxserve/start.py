@@ -1,0 +1,160 @@
+"""From an operator's choices to an engine that is ready: devices, weights, pool, programs.
+
+Every choice that `auto` leaves open is made here, once, and printed; nothing falls back in silence.  ValueErrors name
+the flag and the numbers."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+from jax.sharding import Mesh
+from rich.console import Console
+from rich.table import Table
+
+from checkpoints.hub import resolve
+from jaxserve.buckets import decode_buckets, prefill_buckets
+from jaxserve.config import EngineConfig, SchedulerConfig
+from jaxserve.device.sharding import make_mesh
+from jaxserve.device.state import ModelShape
+from jaxserve.device.steps import Model, Params
+from jaxserve.engine import Engine, ModelInfo
+from jaxserve.models.loading import load_params
+from jaxserve.programs import compile_counter
+from jaxserve.runner import Runner
+from jaxserve.text import load_tokenizer
+
+DEFAULT_MAX_LEN = 8192
+PLATFORMS = {"cpu": "cpu", "gpu": "cuda", "tpu": "tpu"}
+
+
+def load_engine(config: EngineConfig, *, console: Console | None = None) -> Engine:
+    """Read the model, size the pool, compile every program.  console: where the start is told; None = nowhere."""
+    console = console or Console(quiet=True)
+    compile_counter()
+    use_compile_cache(config.compile_cache)
+    began = time.perf_counter()
+    devices = find_devices(config.accelerator)
+    mesh = make_mesh(devices, config.tensor_parallel)
+    dtype = config.dtype if config.dtype != "auto" else ("float32" if devices[0].platform == "cpu" else "bfloat16")
+    files = resolve(config.model)
+    tokenizer = load_tokenizer(files)
+    model, params = load_params(files, dtype=dtype, mesh=mesh)
+    loaded = time.perf_counter()
+    scheduler = size_scheduler(config, model=model, params=params, mesh=mesh)
+    backend = "xla" if config.attention_backend == "auto" else config.attention_backend
+    runner = Runner(model, params, config=config, scheduler=scheduler, mesh=mesh, backend=backend)
+    misses = compile_counter().cache_misses
+    seconds = runner.warm_up()
+    scheduler = replace(scheduler, prefill_seconds=seconds)
+    info = ModelInfo(
+        name=files.name,
+        architecture=type(model).__name__,
+        vocab=model.shape.vocab,
+        max_len=scheduler.max_len,
+        dtype=dtype,
+        device=f"{mesh.size} x {devices[0].device_kind}",
+        attention_backend=backend,
+        parameters=sum(leaf.size for leaf in jax.tree.leaves(params)),
+        pool_tokens=scheduler.pool_tokens,
+    )
+    misses = compile_counter().cache_misses - misses
+    _tell(console, runner, info, scheduler, loading=loaded - began, warming=time.perf_counter() - loaded, misses=misses)
+    return Engine(config, runner=runner, scheduler_config=scheduler, tokenizer=tokenizer, info=info)
+
+
+def find_devices(accelerator: str) -> list[jax.Device]:
+    """The devices to run on.  ValueError with the extra to install when they are not there."""
+    if accelerator == "auto":
+        return jax.devices()
+    try:
+        return jax.devices(PLATFORMS[accelerator])
+    except RuntimeError as error:
+        reason = str(error).strip().splitlines()[0]
+        extra = {"gpu": "jax_cuda13_plugin", "tpu": "libtpu"}.get(accelerator)
+        if extra and importlib.util.find_spec(extra) is None:
+            raise ValueError(
+                f"--accelerator={accelerator} needs its runtime: pip install 'jaxserve[{accelerator}]' ({reason})"
+            ) from None
+        raise ValueError(f"--accelerator={accelerator}: no such device here ({reason})") from None
+
+
+def use_compile_cache(folder: str) -> None:
+    """jax's persistent compile cache: a second start compiles nothing."""
+    if folder == "off":
+        return
+    if folder == "auto":
+        root = os.environ.get("JAXSERVE_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "jaxserve"
+        folder = str(Path(root).expanduser() / "programs")
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"the compile cache folder {folder} cannot be made ({error}); name one with --compile-cache") from None
+    jax.config.update("jax_compilation_cache_dir", folder)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def size_scheduler(config: EngineConfig, *, model: Model, params: Params, mesh: Mesh) -> SchedulerConfig:
+    """max_len, pages and buckets: what is fixed before the first program is compiled."""
+    shape = model.shape
+    if config.max_len > shape.max_position:
+        raise ValueError(f"max_len={config.max_len} is above the model's context of {shape.max_position}")
+    max_len = config.max_len or min(shape.max_position, DEFAULT_MAX_LEN)
+    page_size = config.page_size
+    itemsize = jax.tree.leaves(params)[0].dtype.itemsize
+    page_bytes = shape.layers * 2 * shape.kv_heads * page_size * shape.head_dim * itemsize // mesh.size
+    if config.pool == "auto":
+        full = config.slots * -(-max_len // page_size)  # more than every slot at max_len helps nobody but the prefix table
+        pages = min(full, pool_bytes(config, mesh) // page_bytes)
+    else:
+        pages = -(-int(config.pool) // page_size)
+    return SchedulerConfig(
+        slots=config.slots,
+        page_size=page_size,
+        num_pages=pages + 1,
+        max_len=max_len,
+        queue_limit=config.queue_limit + config.slots,
+        prefix_reuse=config.prefix_reuse,
+        max_decode_wait=config.max_decode_wait,
+        decode_buckets=decode_buckets(config),
+        prefill_buckets=prefill_buckets(config, max_len),
+        batch_invariant=config.batch_invariant,
+    )
+
+
+def pool_bytes(config: EngineConfig, mesh: Mesh) -> int:
+    """What `--pool auto` may take on each device: on cpu a stated share of the RAM that is available, elsewhere a share
+    of what the weights left, less room for the largest program's temporaries."""
+    device = mesh.devices.flat[0]
+    if device.platform == "cpu":
+        return int(_available_ram() * config.cpu_pool_fraction)
+    stats = device.memory_stats() or {}
+    if "bytes_limit" not in stats:
+        raise ValueError(f"{device.device_kind} does not tell its memory: name the pool's tokens with --pool")
+    return int((stats["bytes_limit"] - stats["bytes_in_use"]) * config.memory_fraction)
+
+
+def _available_ram() -> int:
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _tell(console: Console, runner: Runner, info: ModelInfo, scheduler: SchedulerConfig, *, loading: float,
+          warming: float, misses: int) -> None:  # fmt: skip
+    table = Table("program", "trace s", "compile s", "temp MiB", title="compiled programs")
+    for program in runner.programs.infos:
+        cells = (program.trace_seconds, program.compile_seconds, program.temp_bytes / 2**20)
+        table.add_row(program.name, *(f"{cell:.2f}" for cell in cells))
+    console.print(table)
+    fit = scheduler.pool_tokens // scheduler.max_len
+    console.print(
+        f"{info.name}: {info.parameters / 1e6:.1f}M parameters, {info.dtype}, on {info.device},"
+        f" attention {info.attention_backend}\n"
+        f"pool: {scheduler.num_pages - 1} pages of {scheduler.page_size} = {scheduler.pool_tokens} tokens,"
+        f" {fit} sequences of {scheduler.max_len} fit at once; {scheduler.slots} slots\n"
+        f"weights {loading:.1f} s, programs {warming:.1f} s ({misses} compiled, the rest from the cache)"
+    )

@@ -1,0 +1,83 @@
+"""What a folder in Hugging Face layout says about its tokenizer beside the tokenizer's own file.
+
+Reads tokenizer_config.json, generation_config.json, config.json and the chat template's file, each if it is there."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FolderConfig:
+    bos_token: str | None = None
+    eos_token: str | None = None
+    more_eos_ids: tuple[int, ...] = ()  # of generation_config.json and config.json
+    add_bos: bool | None = None  # None: as the tokenizer's own file says
+    chat_template: str | None = None
+    legacy: bool = True  # a space in front of every text behind a control token, not of the first alone
+    added_tokens: Mapping[int, tuple[str, bool]]  # id -> (text, is it a control token)
+
+    @property
+    def control_tokens(self) -> set[str]:
+        """Texts that are control tokens whatever the tokenizer's own file says."""
+        return {text for text in (self.bos_token, self.eos_token) if text}
+
+    def eos_ids(self, ids_of: Mapping[str, int]) -> tuple[int, ...]:
+        first = ids_of.get(self.eos_token) if self.eos_token else None
+        return tuple(dict.fromkeys(([] if first is None else [first]) + list(self.more_eos_ids)))
+
+    @staticmethod
+    def read(folder: Path) -> FolderConfig:
+        """Raises ValueError naming the file that is no JSON object."""
+        config = _json(folder / "tokenizer_config.json")
+        more: list[int] = []
+        for name in ("generation_config.json", "config.json"):
+            ids = _json(folder / name).get("eos_token_id")
+            more += [i for i in (ids if isinstance(ids, list) else [ids]) if isinstance(i, int)]
+        add_bos = config.get("add_bos_token")
+        return FolderConfig(
+            bos_token=_token(config.get("bos_token")),
+            eos_token=_token(config.get("eos_token")),
+            more_eos_ids=tuple(more),
+            add_bos=add_bos if isinstance(add_bos, bool) else None,
+            chat_template=_template(folder, config.get("chat_template")),
+            legacy=config.get("legacy") is not False,
+            added_tokens=_added_tokens(config.get("added_tokens_decoder"), _json(folder / "added_tokens.json")),
+        )
+
+
+def _json(path: Path) -> dict:
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must hold a JSON object")
+    return content
+
+
+def _token(value: object) -> str | None:
+    """A token is written as its text, or as an object that holds it."""
+    text = value.get("content") if isinstance(value, dict) else value
+    return text if isinstance(text, str) and text else None
+
+
+def _template(folder: Path, value: object) -> str | None:
+    if (folder / "chat_template.jinja").is_file():
+        return (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    if isinstance(value, list):  # several, by name
+        value = {entry["name"]: entry["template"] for entry in value}.get("default")
+    value = value or _json(folder / "chat_template.json").get("chat_template")
+    return value if isinstance(value, str) else None
+
+
+def _added_tokens(decoder: object, by_text: Mapping[str, int]) -> dict[int, tuple[str, bool]]:
+    tokens = {int(token_id): (text, True) for text, token_id in by_text.items()}
+    if isinstance(decoder, dict):
+        tokens |= {int(i): (token["content"], bool(token.get("special"))) for i, token in decoder.items()}
+    return tokens

@@ -1,0 +1,33 @@
+"""Which code serves which operation on which backend: a dict to read, resolved when a backend is chosen.
+
+Nothing here imports an implementation before it is asked for: a TPU kernel's imports never reach a CPU process."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+
+from jax import Array
+
+# operation -> backend -> "module:function".  A new kernel is one file and one line here.
+IMPLEMENTATIONS: dict[str, dict[str, str]] = {
+    "paged_attention": {
+        "reference": "pallas_kernels.paged_attention.reference:paged_attention",
+        "xla": "pallas_kernels.paged_attention.xla:paged_attention",
+    },
+    "kv_write": {
+        "reference": "pallas_kernels.kv_write.reference:kv_write",
+        "xla": "pallas_kernels.kv_write.xla:kv_write",
+    },
+}
+
+
+def implementation(operation: str, backend: str) -> Callable[..., Array]:
+    """The function that serves `operation` on `backend`.  ValueError lists what there is."""
+    backends = IMPLEMENTATIONS.get(operation)
+    if backends is None:
+        raise ValueError(f"{operation=} is none of {', '.join(IMPLEMENTATIONS)}")
+    if backend not in backends:
+        raise ValueError(f"{backend=} does not serve {operation}: known are {', '.join(backends)}")
+    module, _, name = backends[backend].partition(":")
+    return getattr(importlib.import_module(module), name)

@@ -1,0 +1,1 @@
+"""The fronts: sockets, messages and flags, translated to and from plain requests.  Nothing is computed here."""

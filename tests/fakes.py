@@ -1,0 +1,212 @@
+"""A device without a model.  Each token is derived from what its row READS through its pages, so a page freed too
+early, a page read before it is written or a wrong position gives a wrong token, never only a wrong count.
+
+The "model": the cell at position p is a hash of the token, p and all cells before it; the token drawn for position
+p + 1 is a hash of the seed, p + 1 and the cells up to p.  Fresh pages hold NaN, and NaN spreads to whatever reads it."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+from jaxserve.config import SchedulerConfig
+from jaxserve.request import TokenLogprobs
+from jaxserve.sched.plan import Call, Outcome, Plan, Row, RowOutcome, SlotLoad
+
+NAN = None
+Cell = int | None  # None is NaN
+
+
+def cell_of(token: int, position: int, before: Sequence[Cell]) -> Cell:
+    """K/V of a token behind its prefix."""
+    return NAN if NAN in before else hash((token, position, *before))
+
+
+def draw(seed: int, position: int, cells: Sequence[Cell], vocab: int, masked: Collection[int] = ()) -> int:
+    """The token of `position`, from the cells before it and none of `masked`."""
+    value = hash((seed, position, *cells))
+    while value % vocab in masked:
+        value = hash((value, 1))
+    return value % vocab
+
+
+def logprob_of(cells: Sequence[Cell]) -> float:
+    """A number that tells which cells the logits were computed from."""
+    return -float(hash((*cells,)) % 1000)
+
+
+@dataclass
+class Slot:
+    """What the device keeps of a sequence; the host only ever loads it whole."""
+
+    load: SlotLoad
+    tokens: list[int]
+    length: int
+    kv_len: int = 0
+
+
+@dataclass
+class Pending:
+    """A dispatched step.  It runs when somebody reads it, or any later step, at the latest."""
+
+    device: FakeDevice
+    plan: Plan
+    outcome: Outcome | None = None
+
+    def result(self) -> Outcome:
+        while self.outcome is None:
+            self.device.run_one()
+        return self.outcome
+
+
+@dataclass
+class FakeDevice:
+    """`accept` is the chance that a draft is right.  `clamps=False` breaks the device's half of the protocol: rows run
+    past their limit.  `poison[sequence]` is a position whose K/V becomes NaN."""
+
+    config: SchedulerConfig
+    vocab: int
+    seed: int = 0
+    accept: float = 0.6
+    clamps: bool = True
+    poison: dict[int, int] = field(default_factory=dict)
+
+    def __post_init__(self):
+        self.random = random.Random(self.seed)
+        self.pages: list[list[Cell]] = [[NAN] * self.config.page_size for _ in range(self.config.num_pages)]
+        self.slots: list[Slot | None] = [None] * self.config.slots
+        self.queue: deque[Pending] = deque()
+
+    def dispatch(self, plan: Plan) -> Pending:
+        self.check(plan)
+        pending = Pending(self, plan)
+        self.queue.append(pending)
+        return pending
+
+    def run_one(self) -> None:
+        """The oldest step: loads, then prefill, then decode, as the chain of programs would."""
+        pending = self.queue.popleft()
+        for load in pending.plan.loads:
+            tokens = [*load.tokens, *[-1] * (self.config.max_len - len(load.tokens))]
+            self.slots[load.slot] = Slot(load, tokens, len(load.tokens))
+        prefill = [self._prefill(row) for row in _rows(pending.plan.prefill)]
+        decode = [self._decode(row) for row in _rows(pending.plan.decode)]
+        pending.outcome = Outcome(rows=(*prefill, *decode))
+
+    def check(self, plan: Plan) -> None:
+        """What the host half owes the device: JAX would clip a wrong page id in silence."""
+        assert plan.rows, "a plan without rows"
+        for call in (plan.prefill, plan.decode):
+            rows = _rows(call)
+            assert len({row.slot for row in rows}) == len(rows), "two rows of a call in one slot"
+            for row in rows:
+                assert 0 <= row.slot < self.config.slots
+                assert all(0 < page < self.config.num_pages for page in row.pages), f"page ids {row.pages}"
+                assert len(set(row.pages)) == len(row.pages) <= self.config.pages_per_row
+                assert 1 <= row.q_len <= call.queries
+            if call is not None:
+                assert len(rows) <= call.rows_bucket
+        if plan.prefill:
+            assert (plan.prefill.rows_bucket, plan.prefill.queries) in self.config.prefill_buckets
+        if plan.decode:
+            assert plan.decode.rows_bucket in self.config.decode_buckets
+            assert plan.decode.queries == 1 + self.config.num_drafts
+        sequences = [row.sequence for row in plan.rows]
+        assert len(set(sequences)) == len(sequences), "a sequence has two rows in one step"
+
+    def _place(self, row: Row, position: int) -> tuple[list[Cell], int]:
+        """Where a position is kept.  Columns behind the row's pages are scrap; JAX clips the column."""
+        column = min(position // self.config.page_size, self.config.pages_per_row - 1)
+        page = row.pages[column] if column < len(row.pages) else 0
+        return self.pages[page], position % self.config.page_size
+
+    def _read(self, row: Row, length: int) -> list[Cell]:
+        size = self.config.page_size
+        cells = [cell for page in row.pages[: -(-length // size)] for cell in self.pages[page]][:length]
+        return cells + [self._cell(row, position) for position in range(len(cells), length)]
+
+    def _cell(self, row: Row, position: int) -> Cell:
+        page, offset = self._place(row, position)
+        return page[offset]
+
+    def _write(self, row: Row, start: int, tokens: Sequence[int]) -> list[Cell]:
+        """Writes K/V of `tokens`, all of them, and only then reads: returns the cells up to the last one."""
+        cells = self._read(row, start)
+        for position, token in enumerate(tokens, start=start):
+            poisoned = self.poison.get(row.sequence) == position
+            cells.append(NAN if poisoned else cell_of(token, position, cells))
+        for position in range(start, start + len(tokens)):
+            page, offset = self._place(row, position)
+            page[offset] = cells[position]
+        return self._read(row, start + len(tokens))
+
+    def _draw(self, slot: Slot, position: int, cells: Sequence[Cell]) -> int:
+        masked = slot.load.stop_ids if position < slot.load.min_len else ()
+        return draw(slot.load.seed, position, cells, self.vocab, masked)
+
+    def _prefill(self, row: Row) -> RowOutcome:
+        slot = self.slots[row.slot]
+        end = row.start + row.q_len
+        assert len(row.pages) * self.config.page_size >= end, "a chunk has no pages"
+        cells = self._write(row, row.start, slot.tokens[row.start : end])
+        scored = None
+        if row.prompt_logprobs is not None:
+            positions = range(row.prompt_logprobs_from, min(end, slot.load.prompt_len - 1))
+            scored = tuple(TokenLogprobs(slot.tokens[p + 1], logprob_of(cells[: p + 1]), 1) for p in positions)
+        if not row.takes_token:
+            return RowOutcome(prompt_logprobs=scored)
+        if NAN in cells:
+            return RowOutcome(is_nan=True)
+        token = self._draw(slot, end, cells)
+        self._append(slot, end, [token])
+        return RowOutcome(token_ids=(token,), logprobs=_logprobs(row, [token], [cells]), prompt_logprobs=scored)
+
+    def _decode(self, row: Row) -> RowOutcome:
+        slot, start = self.slots[row.slot], self._start(row)
+        q_len = min(row.q_len, slot.load.limit - slot.length) if self.clamps else row.q_len
+        if q_len <= 0:
+            return RowOutcome()
+        last = slot.tokens[min(start, self.config.max_len - 1)]
+        drafts = self._propose(slot, self._read(row, start), last, start, q_len - 1)
+        cells = self._write(row, start, [last, *drafts])
+        seen = [cells[: start + i + 1] for i in range(q_len)]
+        if NAN in cells:
+            return RowOutcome(is_nan=True)
+        drawn = [self._draw(slot, start + i + 1, seen[i]) for i in range(q_len)]
+        count = 1
+        while count < q_len and drafts[count - 1] == drawn[count - 1]:
+            count += 1
+        self._append(slot, start + 1, drawn[:count])
+        logprobs = _logprobs(row, drawn[:count], seen)
+        return RowOutcome(token_ids=tuple(drawn[:count]), logprobs=logprobs, drafted=len(drafts))
+
+    def _start(self, row: Row) -> int:
+        """Only the device knows where a decode row stands."""
+        return self.slots[row.slot].kv_len
+
+    def _propose(self, slot: Slot, cells: list[Cell], token: int, position: int, count: int) -> list[int]:
+        drafts = []
+        for at in range(position, position + count):
+            cells = [*cells, cell_of(token, at, cells)]
+            is_right = self.random.random() < self.accept
+            token = self._draw(slot, at + 1, cells) if is_right else self.random.randrange(self.vocab)
+            drafts.append(token)
+        return drafts
+
+    def _append(self, slot: Slot, length: int, tokens: Sequence[int]) -> None:
+        for position, token in enumerate(tokens, start=length):
+            slot.tokens[min(position, self.config.max_len - 1)] = token
+        slot.length = length + len(tokens)
+        slot.kv_len = slot.length - 1
+
+
+def _rows(call: Call | None) -> tuple[Row, ...]:
+    return call.rows if call else ()
+
+
+def _logprobs(row: Row, tokens: Sequence[int], seen: Sequence[Sequence[Cell]]) -> tuple[TokenLogprobs, ...] | None:
+    if row.logprobs is None:
+        return None
+    return tuple(TokenLogprobs(token, logprob_of(cells), 1) for token, cells in zip(tokens, seen, strict=False))

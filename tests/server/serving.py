@@ -1,0 +1,72 @@
+"""The real service on a real socket, in a thread of the test's own process."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import grpc
+
+from server.app import App
+from server.args import ServerConfig
+from server.pb.jaxserve.v1 import generation_pb2_grpc as pb_grpc
+from tests.server.stub import StubEngine
+
+
+@dataclass
+class Served:
+    app: App
+    loop: asyncio.AbstractEventLoop
+    address: str
+    channel: grpc.Channel
+    stub: pb_grpc.GenerationStub
+
+    def call(self, coroutine, timeout: float = 10):
+        """Run in the server's event loop."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(timeout)
+
+    def drain(self, timeout: float):
+        return asyncio.run_coroutine_threadsafe(self.app.stop(timeout), self.loop)
+
+
+@contextmanager
+def serving(
+    engine: StubEngine | None, config: ServerConfig | None = None, *, options: list[tuple[str, int]] | None = None
+) -> Iterator[Served]:
+    """engine None: a server whose model is still loading."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+
+    async def start() -> tuple[App, int]:
+        app = App(replace(config or ServerConfig(), port=0), options=options)
+        port = await app.start()
+        if engine is not None:
+            engine.start()
+            await app.attach(engine)
+        return app, port
+
+    app, port = asyncio.run_coroutine_threadsafe(start(), loop).result(10)
+    address = f"127.0.0.1:{port}"
+    size = ("grpc.max_receive_message_length", 2**30), ("grpc.max_send_message_length", 2**30)
+    with grpc.insecure_channel(address, options=size) as channel:
+        served = Served(app, loop, address, channel, pb_grpc.GenerationStub(channel))
+        try:
+            yield served
+        finally:
+            served.drain(0).result(20)
+            loop.call_soon_threadsafe(loop.stop)
+            thread.join(10)
+            loop.close()
+
+
+def until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+    """Wait for something that another thread does; fail when it does not come."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.005)
