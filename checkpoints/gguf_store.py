@@ -77,7 +77,8 @@ class GGUFStore:
     def _row_order(self, source: str, shape: tuple[int, ...]) -> np.ndarray | None:
         """Which row of the file is row i of Hugging Face's.  llama.cpp keeps the two halves of each head's rotary pairs
         interleaved, for the architecture "llama" alone."""
-        part = source.split(".")[-2]
+        match = _BLOCK_NAME.fullmatch(source)
+        part = match[2] if match else ""
         if self._architecture != "llama" or part not in ("attn_q", "attn_k"):
             return None
         heads = self.config["num_attention_heads" if part == "attn_q" else "num_key_value_heads"]

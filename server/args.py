@@ -70,7 +70,10 @@ def add_flags(parser: argparse.ArgumentParser, config_class: type[Config]) -> No
     hints = typing.get_type_hints(config_class)
     groups: dict[str, argparse._ArgumentGroup] = {}
     for field in dataclasses.fields(config_class):
-        group = groups.setdefault(field.metadata["group"], parser.add_argument_group(field.metadata["group"]))
+        name = field.metadata["group"]
+        if name not in groups:
+            groups[name] = parser.add_argument_group(name)
+        group = groups[name]
         text = field.metadata["help"].replace("%", "%%")
         text += "" if field.default is None else f" (default: {field.default})"
         flag = "--" + field.name.replace("_", "-")

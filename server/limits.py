@@ -5,7 +5,7 @@ that is merely large."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sized
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass
 
 from jaxserve.request import MAX_LOGPROBS, MAX_SAMPLES, RequestError
@@ -47,7 +47,7 @@ class Limits:
         )
 
     def check_lists(self, params: Mapping[str, object]) -> None:
-        """Refuses lists that are too long before anything walks them."""
+        """Refuses lists that are too long before anything walks them.  params: SamplingParams' fields, `stop` a list."""
         widths = {
             "stop": self.max_stop_strings,
             "stop_token_ids": self.max_stop_ids,
@@ -57,11 +57,11 @@ class Limits:
         }
         for name, width in widths.items():
             value = params.get(name)
-            if isinstance(value, Sized) and not isinstance(value, str) and len(value) > width:
+            if isinstance(value, Sized) and len(value) > width:
                 raise RequestError(f"{name} has {len(value)} entries, this server takes {width}", field=name)
-        stops = params.get("stop") or ()
-        for text in (stops,) if isinstance(stops, str) else stops if isinstance(stops, list | tuple) else ():
-            if isinstance(text, str):
+        stops = params.get("stop")
+        if isinstance(stops, Sequence):
+            for text in stops:
                 check_bytes("stop", text, self.max_stop_string_bytes)
 
     def check_prompt_len(self, field: str, count: int) -> None:

@@ -28,6 +28,6 @@ def chat_ids(
         raise RequestError(
             f"the chat has {len(messages)} messages, this server takes {limits.max_chat_messages}", field="messages"
         )
-    contents = (message.get("content") for message in messages)
+    contents = (message.get("content") for message in messages if isinstance(message, Mapping))
     check_bytes("messages", "".join(text for text in contents if isinstance(text, str)), limits.max_prompt_bytes)
     return tuple(render_chat(tokenizer, messages, add_generation_prompt=add_generation_prompt))

@@ -2,7 +2,7 @@
 early, a page read before it is written or a wrong position gives a wrong token, never only a wrong count.
 
 The "model": the cell at position p is a hash of the token, p and all cells before it; the token drawn for position
-p + 1 is a hash of the seed, p + 1 and the cells up to p.  Fresh pages hold NaN, and NaN spreads to whatever reads it."""
+p + 1 is a hash of the seed, p + 1 and the cells up to p.  Fresh pages hold NaN, which spreads to whatever reads it."""
 
 from __future__ import annotations
 

@@ -84,6 +84,10 @@ def _read(gguf: GGUFFile) -> Fields:
     if len(set(tokens)) != len(tokens):
         raise ValueError(f"{place}: metadata 'tokenizer.ggml.tokens' holds a token twice")
     types = _numbers(gguf, "token_type", len(tokens), TokenType.NORMAL)
+    if wrong := set(types) - set(TokenType):
+        raise ValueError(
+            f"{place}: metadata 'tokenizer.ggml.token_type' holds {wrong.pop()}, which is no type of token"
+        )
     named = [_token_id(gguf, f"{name}_token_id", len(tokens)) for name in ("eos", "eot", "eom")]
     bos_id = _token_id(gguf, "bos_token_id", len(tokens))
     for token_id in (bos_id, *named):

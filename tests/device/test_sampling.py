@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from jaxserve.device import sampling
@@ -19,6 +19,9 @@ from tests.device.oracle import EVERYTHING, Params, border_gap, make_rows, proba
 VOCAB = 45  # no multiple of 32
 ROWS = 8  # few shapes, few compiles: smaller batches are padded with greedy rows
 MANY, FEW = 100_000, 2000
+
+# Eight rows of twenty parameters shrink for minutes; the failing row is printed as it is.
+NO_SHRINKING = (Phase.explicit, Phase.reuse, Phase.generate)
 
 compiled_draw = jax.jit(sampling.draw)
 
@@ -84,7 +87,7 @@ any_params = st.builds(
 )
 
 
-@settings(max_examples=60)
+@settings(max_examples=60, phases=NO_SHRINKING)
 @given(params=st.lists(any_params, min_size=ROWS, max_size=ROWS), seed=st.integers(0, 1000))
 def test_every_rule_acts_as_in_float64_and_in_order(params, seed):
     logits = spread(ROWS, seed=seed)
@@ -109,7 +112,7 @@ def test_every_rule_acts_as_in_float64_and_in_order(params, seed):
             assert drawn.token[row] == scores.argmax(), one
 
 
-@settings(max_examples=40)
+@settings(max_examples=40, phases=NO_SHRINKING)
 @given(params=st.lists(any_params, min_size=ROWS, max_size=ROWS), seed=st.integers(0, 1000))
 def test_a_rule_that_runs_for_a_mate_changes_no_token(params, seed):
     logits = spread(ROWS, seed=seed)
@@ -121,7 +124,7 @@ def test_a_rule_that_runs_for_a_mate_changes_no_token(params, seed):
         np.testing.assert_array_equal(getattr(gated, name), getattr(ungated, name) * asked)
 
 
-@settings(max_examples=15)
+@settings(max_examples=15, phases=NO_SHRINKING)
 @given(params=st.lists(any_params, min_size=ROWS, max_size=ROWS), seed=st.integers(0, 1000))
 def test_a_row_alone_draws_the_token_it_draws_among_others(params, seed):
     logits = spread(ROWS, seed=seed)
@@ -270,7 +273,7 @@ def test_equal_logits_at_the_border_are_kept_together():
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-@pytest.mark.parametrize("params", [Params(), Params(temperature=1.0, top_k=3, top_p=0.5), Params(bias={7: -np.inf})])
+@pytest.mark.parametrize("params", [Params(), Params(temperature=1.0, top_k=3, top_p=0.5), Params(allowed=(3, 4))])
 def test_a_row_with_nan_ends_alone(bad, params):
     logits = spread(4)
     clean = draw(logits, [params] * 4)

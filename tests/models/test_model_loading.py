@@ -41,7 +41,7 @@ def test_loads_strictly():
 def test_an_untied_head_must_be_there():
     checkpoint = FakeCheckpoint(CONFIGS["llama2"])
     del checkpoint.shapes["lm_head.weight"]
-    with pytest.raises(ValueError, match="1 missing: lm_head.weight"):
+    with pytest.raises(ValueError, match=r"1 missing: lm_head\.weight"):
         load(checkpoint)
 
 
@@ -94,7 +94,8 @@ def test_memory_at_load_is_bounded(layout):
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     total = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
-    assert total > 15e6 and peak < 1.3 * total, f"{peak / total:.2f} x the weights"
+    assert total > 15e6, "large enough to stand out from what else numpy holds"
+    assert peak < 1.3 * total, f"{peak / total:.2f} x the weights"
     assert most <= 2, f"{most} tensors of the file were held together"  # the last one, while the next is read
 
 
@@ -112,11 +113,11 @@ def test_progress_ends_at_the_whole():
         ("llama2", {"architectures": ["MambaForCausalLM"]}, "'MambaForCausalLM' is not supported; supported: Gemma2"),
         ("llama2", {"architectures": []}, "must name one architecture"),
         ("llama2", {"hidden_act": "relu"}, "hidden_act='relu' is not supported"),
-        ("llama2", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "'yarn' is not supported; supported: default"),
+        ("llama2", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "'yarn' is not supported; supported:"),
         ("llama2", {"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "'dynamic' is not supported"),
         ("llama2", {"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, "lacks low_freq_factor, high_freq_factor"),
         ("llama2", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
-        ("llama2", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        ("llama2", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "rotary_factor"),
         ("llama2", {"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
         ("llama2", {"rms_norm_eps": None, "vocab_size": None}, "lacks vocab_size, rms_norm_eps"),
         ("llama2", {"num_key_value_heads": 3}, "heads=4 must be a multiple of kv_heads=3"),

@@ -48,7 +48,7 @@ def test_a_mesh_gives_the_logits_of_one_device(family, tensor_parallel):
     assert model.shape.kv_heads == max(kv_heads, tensor_parallel)
     for name, leaf in params["blocks"][0]["attention"].items():
         shards = {shard.data.shape for shard in leaf.addressable_shards}
-        assert len(leaf.sharding.device_set) == tensor_parallel and len(shards) == 1, name
+        assert (len(leaf.sharding.device_set), len(shards)) == (tensor_parallel, 1), name
     qkv = params["blocks"][0]["attention"]["qkv"]
     assert qkv.addressable_shards[0].data.shape[1] * tensor_parallel == qkv.shape[1], "heads are split"
     np.testing.assert_allclose(run(model, params, TOKENS), expected(family), atol=1e-4, rtol=0)

@@ -154,6 +154,9 @@ class StubEngine:
             self._changed.notify_all()
         return handle
 
+    def has_room(self, sequences: int) -> bool:
+        return len(self._sequences) + sequences <= self.config.queue_limit
+
     def abort(self, request_id: str) -> bool:
         with self._changed:
             if request_id not in self._handles:

@@ -1,9 +1,9 @@
 """Makes the expected logits of the tiny models: run it where torch and transformers are installed.
 
-    python tests/data/models/make_expected.py       (from the repository's root; made with transformers 5.23, torch 2.13)
+    python tests/data/models/make_expected.py     # from the repository's root
 
-Writes <family>.npz: `logits` [2, 40, vocab] float32 of Hugging Face's own implementation, eager attention, float32; and
-<family>.json: the config as transformers 5 writes it."""
+Made with transformers 5.23.0 and torch 2.13.0.  Writes <family>.npz: `logits` [2, 40, vocab] float32 of Hugging Face's
+own implementation (eager attention, float32); and <family>.json: the config as transformers 5 writes it."""
 
 import json
 import sys

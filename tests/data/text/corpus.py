@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import random
 
-PIECES = {
-    "word": "the of and quick naïve café Straße ÉCOLE don't we'll I'VE they'Re x1 v2.0 foo_bar camelCase HTTPServer".split(),
-    "cyrillic": "привет как дела МИР ёлка".split(),
-    "greek": "λόγος ΑΒΓ ϕ".split(),
-    "right to left": "مرحبا بالعالم שלום עולם".split(),
-    "indic": "नमस्ते दुनिया ภาษาไทย สวัสดี".split(),
-    "cjk": "你好 世界 今天天气 東京 カタカナ ひらがな 한국어 안녕하세요 鿜 𠀀".split(),
-    "emoji": "😀 🫠 👩‍👩‍👧‍👦 🇫🇷 👍🏽 ❤️ 🏴󠁧󠁢󠁥󠁮󠁧󠁿".split(),
-    "number": "0 7 42 123 1234 1234567 3.14 1,000.50 ٣٤٥ ½ Ⅳ ² ① १२३".split(),
-    "punctuation": [*"!?.,;:'\"()[]{}<>/\\|@#$%^&*-_=+~`", *"... -- — «» 。 == != -> :: /* */ <!-- § € × … ''".split()],
+WORDS = {
+    "word": "the of and quick naïve café Straße ÉCOLE don't we'll I'VE they'Re x1 v2.0 foo_bar camelCase HTTPServer",
+    "cyrillic": "привет как дела МИР ёлка",
+    "greek": "λόγος ΑΒΓ ϕ",
+    "right to left": "مرحبا بالعالم שלום עולם",
+    "indic": "नमस्ते दुनिया ภาษาไทย สวัสดี",
+    "cjk": "你好 世界 今天天气 東京 カタカナ ひらがな 한국어 안녕하세요 鿜 𠀀",
+    "emoji": "😀 🫠 👩‍👩‍👧‍👦 🇫🇷 👍🏽 ❤️ 🏴󠁧󠁢󠁥󠁮󠁧󠁿",
+    "number": "0 7 42 123 1234 1234567 3.14 1,000.50 ٣٤٥ ½ Ⅳ ² ① १२३",
+    "punctuation": " ".join("!?.,;:'\"()[]{}<>/\\|@#$%^&*-_=+~`") + " ... -- — «» 。 == != -> :: /* */ <!-- § € × … ''",
+    "html": "<b> </b> <i> <p> </p> <br> <h1> <ul> <table> </div> <code> <a> <blockquote> &amp;",
+    "special": "<|im_end|> <|im_start|> <|endoftext|> <s> <eos> <bos> <unk> <pad> "
+    "<end_of_turn> <unused1> [INST] <0x0A>",
+}
+PIECES = {kind: words.split(" ") for kind, words in WORDS.items()} | {
     "space": [
         *(" " * n for n in (1, 2, 3, 5, 17)),
         *("\n" * n for n in (1, 2, 3, 9)),
@@ -24,8 +29,6 @@ PIECES = {
         "\n ",
     ],
     "odd space": ["\u00a0", "\u3000", "\u200b", "\u200d", "\x0b", "\x85"],
-    "html": "<b> </b> <i> <p> </p> <br> <h1> <ul> <table> </div> <code> <a> <blockquote> &amp;".split(),
-    "special": "<|im_end|> <|im_start|> <|endoftext|> <s> <eos> <bos> <unk> <pad> <end_of_turn> <unused1> [INST] <0x0A>".split(),
     "odd": [
         "\x00",
         "\x1b",

@@ -28,7 +28,10 @@ TRAINING = (
     texts(1500, 1) + ["The capital of France is Paris. Once upon a time there was a small village by the sea."] * 40
 )
 SPECIAL = ["<unk>", "<s>", "</s>", "<|user|>", "<|assistant|>", "<|end|>"]
-WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 TEMPLATES = {
     "plain words": (
@@ -85,8 +88,8 @@ def byte_level() -> Tokenizer:
 
 
 def byte_fallback(style: str) -> Tokenizer:
-    """As SentencePiece's models converted: the space in front of the first text ("first"), of every text behind a control
-    token ("legacy"), or nowhere ("gemma")."""
+    """As SentencePiece's models converted: the space in front of the first text ("first"), of every text behind a
+    control token ("legacy"), or nowhere ("gemma")."""
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
     space = normalizers.Replace(" ", "▁")
     start = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
@@ -130,15 +133,13 @@ def finish(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
 
 def expected(tokenizer: PreTrainedTokenizerFast) -> dict:
     corpus = [*texts(50, 5), " x", "a", "x<|end|>y <|end|> z", "<s>hi</s>", "a <tool_call> b"]
-    rows = [
-        {
-            "text": text,
-            "ids": tokenizer(text).input_ids,
-            "plain": tokenizer(text, add_special_tokens=False, split_special_tokens=True).input_ids,
-            "special": tokenizer(text, add_special_tokens=False).input_ids,
-        }
-        for text in corpus
-    ]
+    rows = []
+    for text in corpus:
+        plain = tokenizer(text, add_special_tokens=False, split_special_tokens=True).input_ids
+        special = tokenizer(text, add_special_tokens=False).input_ids
+        decoded = tokenizer.backend_tokenizer.decode(plain, skip_special_tokens=False)
+        row = {"text": text, "ids": tokenizer(text).input_ids, "plain": plain, "special": special, "decoded": decoded}
+        rows.append(row)
     chats = [
         {
             "template": name,

@@ -1,5 +1,5 @@
-"""Writes what llama.cpp makes of many texts, for the files beside this script.  Needs xllamacpp (its server), sentencepiece,
-tokenizers and gguf; the tests need only the results.
+"""Writes what llama.cpp makes of many texts, for the files beside this script.  Needs xllamacpp (its server),
+sentencepiece, tokenizers and gguf; the tests need only the results.
 
     python make_llamacpp_tables.py SmolLM2-135M-Instruct.Q4_1.gguf gemma-3-270m-q4_k_m.gguf"""
 
@@ -94,7 +94,7 @@ def tiny_bpe(folder: Path) -> dict:
     source.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     source.train_from_iterator(TRAINING, trainer)
     model = json.loads(source.to_str())["model"]
-    tokens = sorted(model["vocab"], key=model["vocab"].get) + ["<tool_call>"]
+    tokens = [*sorted(model["vocab"], key=model["vocab"].get), "<tool_call>"]
     types = [3 if token in CONTROL else 1 for token in tokens[:-1]] + [4]
     vocabulary = {"tokens": tokens, "types": types, "merges": [" ".join(pair) for pair in model["merges"]]}
     corpus = [*texts(60, 2), "a<tool_call>b", "x <tool_call><|im_end|>"]
@@ -115,18 +115,17 @@ def tiny_sentencepiece(folder: Path) -> dict:
     )  # fmt: skip
     proto = ModelProto.FromString(out.getvalue())
     types = [piece.type for piece in proto.pieces]
-    tokens = [
-        p.piece.replace("▁", " ") if p.type == 4 else p.piece for p in proto.pieces
-    ]  # as llama.cpp's converter does
-    scores = [piece.score for piece in proto.pieces]
-    corpus = [text for text in texts(80, 3) if "\x00" not in text]
-    tables = {
-        str(prefix).lower(): LlamaCpp(
-            tiny_model(folder, "llama", tokens, types, scores=scores, add_space_prefix=prefix)
-        ).table(corpus)
-        for prefix in (True, False)
-    }
-    return {"tokens": tokens, "types": types, "scores": scores, "tables": tables}
+    # User-defined tokens stand with plain spaces, as llama.cpp's converter writes them.
+    tokens = [p.piece.replace("▁", " ") if p.type == 4 else p.piece for p in proto.pieces]
+    vocabulary = {"tokens": tokens, "types": types, "scores": [piece.score for piece in proto.pieces]}
+    # With a leading space llama.cpp puts one behind every user-defined token too, which SentencePiece does not; no
+    # known model has both, so that table is made without such tokens.
+    no_user_defined = vocabulary | {"types": [1 if kind == 4 else kind for kind in types]}
+    result = {}
+    for prefix, content in ((False, vocabulary), (True, no_user_defined)):
+        path = tiny_model(folder, "llama", **content, add_space_prefix=prefix)
+        result["prefix" if prefix else "bare"] = content | {"table": LlamaCpp(path).table(texts(80, 3))}
+    return result
 
 
 def write(name: str, content: object) -> None:

@@ -284,7 +284,7 @@ class LoadRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class LoadResponse(_message.Message):
-    __slots__ = ("running", "waiting", "slots", "pages_total", "pages_free", "pages_cached", "pages_held", "requests", "prompt_tokens", "completion_tokens", "prefix_hit_tokens", "preemptions", "recomputed_tokens", "draft_tokens", "accepted_tokens", "steps", "compiles", "host_seconds")
+    __slots__ = ("running", "waiting", "slots", "pages_total", "pages_free", "pages_cached", "pages_held", "requests", "prompt_tokens", "completion_tokens", "prefix_hit_tokens", "preemptions", "recomputed_tokens", "draft_tokens", "accepted_tokens", "steps", "nan_rows", "compiles", "host_seconds")
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     SLOTS_FIELD_NUMBER: _ClassVar[int]
@@ -301,6 +301,7 @@ class LoadResponse(_message.Message):
     DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
+    NAN_ROWS_FIELD_NUMBER: _ClassVar[int]
     COMPILES_FIELD_NUMBER: _ClassVar[int]
     HOST_SECONDS_FIELD_NUMBER: _ClassVar[int]
     running: int
@@ -319,6 +320,7 @@ class LoadResponse(_message.Message):
     draft_tokens: int
     accepted_tokens: int
     steps: int
+    nan_rows: int
     compiles: int
     host_seconds: float
-    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., slots: _Optional[int] = ..., pages_total: _Optional[int] = ..., pages_free: _Optional[int] = ..., pages_cached: _Optional[int] = ..., pages_held: _Optional[int] = ..., requests: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., recomputed_tokens: _Optional[int] = ..., draft_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., steps: _Optional[int] = ..., compiles: _Optional[int] = ..., host_seconds: _Optional[float] = ...) -> None: ...
+    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., slots: _Optional[int] = ..., pages_total: _Optional[int] = ..., pages_free: _Optional[int] = ..., pages_cached: _Optional[int] = ..., pages_held: _Optional[int] = ..., requests: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., recomputed_tokens: _Optional[int] = ..., draft_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., steps: _Optional[int] = ..., nan_rows: _Optional[int] = ..., compiles: _Optional[int] = ..., host_seconds: _Optional[float] = ...) -> None: ...

@@ -5,11 +5,10 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-from fakes import FakeDevice
-from sched_harness import EOS, VOCAB, Loop, Pair, expected, make_config, make_request, some_prompt
-
 from jaxserve.config import SchedulerConfig
 from jaxserve.request import FinishReason, RequestError
+from tests.fakes import FakeDevice
+from tests.sched.harness import EOS, VOCAB, Loop, Pair, expected, make_config, make_request, some_prompt
 
 MakeDevice = Callable[[SchedulerConfig, int], FakeDevice]
 
@@ -60,7 +59,7 @@ class Trace:
                 self._add(f"r{made}")
                 made += 1
             if self.dice.random() < 0.06 and made:
-                self.loop.abort(f"r{self.dice.randrange(made)}")
+                self.loop.scheduler.abort(f"r{self.dice.randrange(made)}")
             self.loop.step()
         self.loop.run()
         self.loop.verify()
@@ -104,8 +103,7 @@ class Trace:
             self.refused += 1
             return
         if maybe() < 0.05:
-            sequence = self.loop.scheduler.roster.alive[max(self.loop.scheduler.roster.alive)]
-            self.loop.device.poison[sequence.number] = len(prompt) + dice.randrange(8)
+            self.loop.poison(self.loop.streams[name, 0], len(prompt) + dice.randrange(8))
 
     def _pair(self, request) -> Pair | None:
         """A stop string for some, often one that will be met."""
