@@ -16,7 +16,7 @@ $(VENV)/.done: pyproject.toml $(CONSTRAINTS)
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 test: setup
 	$(BIN)/python -m pytest -m 'not full'

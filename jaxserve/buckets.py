@@ -27,7 +27,8 @@ def prefill_buckets(config: EngineConfig, max_len: int) -> tuple[tuple[int, int]
     tokens = max(config.prefill_tokens, chunk)
     if config.batch_invariant:
         return ((min(config.slots, tokens // chunk), chunk),)
-    sizes = [2**i for i in range(4, chunk.bit_length()) if 2**i < chunk][-4:] + [chunk]
+    smaller = [2**i for i in range(4, chunk.bit_length()) if 2**i < chunk]
+    sizes = [*smaller[-4:], chunk]
     single = [(1, size) for size in sizes]
     full = [(min(config.slots, tokens // size), size) for size in sizes]
     small = [(min(config.slots, 4), 16)]

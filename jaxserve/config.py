@@ -44,20 +44,28 @@ class EngineConfig:
     prefill_tokens: int = option(256, "most tokens computed in one prefill call (rows x chunk)", "scheduling")
     max_decode_wait: float = option(0.25, "seconds a streaming row may wait for one prefill call", "scheduling")
     prefix_reuse: bool = option(True, "share pages between equal prefixes", "scheduling")
-    batch_invariant: bool = option(False, "one decode and one prefill shape: a row's bits never depend on its mates", "scheduling")
+    batch_invariant: bool = option(
+        False, "one decode and one prefill shape: a row's bits never depend on its mates", "scheduling"
+    )
 
     max_stop_ids: int = option(16, "stop ids (end-of-sequence ids included) a request may have", "limits")
     max_logit_bias: int = option(300, "logit_bias and banned_token_ids entries a request may have, together", "limits")
     max_allowed_ids: int = option(1024, "allowed_token_ids a request may have", "limits")
 
-    compile_cache: str = option("auto", "folder of the persistent compile cache; auto = the user's cache folder, off = none", "start")
+    compile_cache: str = option(
+        "auto", "folder of the persistent compile cache; auto = the user's cache folder, off = none", "start"
+    )
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if str(field.type).endswith("int") and (isinstance(value, bool) or not isinstance(value, int)):
                 raise ValueError(f"{field.name}={value!r} must be an integer")
-        for name, choices in (("accelerator", Accelerator), ("dtype", DTypeName), ("attention_backend", AttentionBackend)):
+        for name, choices in (
+            ("accelerator", Accelerator),
+            ("dtype", DTypeName),
+            ("attention_backend", AttentionBackend),
+        ):
             if getattr(self, name) not in get_args(choices):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be one of {', '.join(get_args(choices))}")
         if self.page_size < 16 or self.page_size % 16:
@@ -76,7 +84,9 @@ class EngineConfig:
         if self.max_decode_wait <= 0:
             raise ValueError(f"max_decode_wait={self.max_decode_wait} must be above 0 seconds")
         if self.pool != "auto" and not (self.pool.isdigit() and int(self.pool) >= self.page_size):
-            raise ValueError(f"pool={self.pool!r} must be auto or a number of tokens, at least one page ({self.page_size})")
+            raise ValueError(
+                f"pool={self.pool!r} must be auto or a number of tokens, at least one page ({self.page_size})"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

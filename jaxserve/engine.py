@@ -143,7 +143,11 @@ class Engine:
     def check(self, request: Request) -> None:
         """RequestError when this model and these limits cannot serve the request, however idle the engine is."""
         check_request(
-            request, vocab=self.info.vocab, max_len=self.info.max_len, eos_ids=self.tokenizer.eos_ids, config=self.config
+            request,
+            vocab=self.info.vocab,
+            max_len=self.info.max_len,
+            eos_ids=self.tokenizer.eos_ids,
+            config=self.config,
         )
 
     def has_room(self, sequences: int) -> bool:

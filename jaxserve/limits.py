@@ -10,7 +10,9 @@ from jaxserve.config import EngineConfig
 from jaxserve.request import Request, RequestError
 
 
-def check_request(request: Request, *, vocab: int, max_len: int, eos_ids: tuple[int, ...], config: EngineConfig) -> None:
+def check_request(
+    request: Request, *, vocab: int, max_len: int, eos_ids: tuple[int, ...], config: EngineConfig
+) -> None:
     """Ids in [0, vocab), prompt shorter than max_len, widths within the config's limits."""
     params = request.params
     prompt_len = len(request.prompt_ids)
@@ -18,7 +20,8 @@ def check_request(request: Request, *, vocab: int, max_len: int, eos_ids: tuple[
         raise RequestError("the prompt is empty: it must hold at least one token", field="prompt")
     if prompt_len >= max_len:
         raise RequestError(
-            f"the prompt has {prompt_len} tokens, the context holds {max_len} (prompt and output together)", field="prompt"
+            f"the prompt has {prompt_len} tokens, the context holds {max_len} (prompt and output together)",
+            field="prompt",
         )
     if params.min_tokens > max_len - prompt_len:
         raise RequestError(
@@ -36,7 +39,9 @@ def check_request(request: Request, *, vocab: int, max_len: int, eos_ids: tuple[
     _check_ids("banned_token_ids", params.banned_token_ids, vocab)
     _check_ids("stop_token_ids", params.stop_token_ids, vocab)
     if params.allowed_token_ids and set(params.allowed_token_ids) <= set(params.banned_token_ids):
-        raise RequestError("every one of allowed_token_ids is banned: no token could be drawn", field="banned_token_ids")
+        raise RequestError(
+            "every one of allowed_token_ids is banned: no token could be drawn", field="banned_token_ids"
+        )
     stops = set(params.stop_token_ids) | (set() if params.ignore_eos else set(eos_ids))
     _check_width("stop_token_ids", "max_stop_ids", len(stops), config.max_stop_ids)
     biases = set(params.logit_bias) | set(params.banned_token_ids)
@@ -52,4 +57,6 @@ def _check_ids(field: str, ids: Iterable[int], vocab: int) -> None:
 
 def _check_width(field: str, limit_name: str, count: int, limit: int) -> None:
     if count > limit:
-        raise RequestError(f"{field} has {count} entries, this engine takes {limit} (its flag {limit_name})", field=field)
+        raise RequestError(
+            f"{field} has {count} entries, this engine takes {limit} (its flag {limit_name})", field=field
+        )

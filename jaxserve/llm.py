@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from jaxserve.config import DEFAULT_MODEL, EngineConfig
 from jaxserve.engine import Engine
@@ -84,7 +85,7 @@ class LLM:
         """prompts: texts or lists of token ids, one or many; params: one for all, or one each.
 
         Every prompt is checked before the first one runs."""
-        many = [prompts] if _is_one(prompts) else list(prompts)
+        many = _as_many(prompts)
         each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(many)
         if len(each) != len(many):
             raise RequestError(f"{len(many)} prompts and {len(each)} sampling params: give one for all, or one each")
@@ -94,7 +95,8 @@ class LLM:
         self, messages: Sequence[Mapping] | Sequence[Sequence[Mapping]], params: SamplingParams | None = None
     ) -> list[RequestOutput]:
         """One conversation (a list of {"role", "content"}) or many, through the checkpoint's own chat template."""
-        many = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
+        is_one = bool(messages) and isinstance(messages[0], Mapping)
+        many = cast(Sequence[Sequence[Mapping]], [messages] if is_one else messages)
         ids = [tuple(render_chat(self.tokenizer, conversation)) for conversation in many]
         return self._run(ids, [params or SamplingParams()] * len(ids))
 
@@ -133,8 +135,10 @@ class LLM:
         return outputs
 
 
-def _is_one(prompts: Prompt | Sequence[Prompt]) -> bool:
-    return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+def _as_many(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """A text or a list of ids is one prompt."""
+    is_one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+    return cast(list[Prompt], [prompts] if is_one else list(prompts))
 
 
 def _collect(handle: RequestHandle | Iterator[Chunk]) -> RequestOutput:

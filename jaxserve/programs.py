@@ -31,7 +31,7 @@ class CompileCounter:
     compiles: int = 0  # served by the persistent cache or not
     cache_misses: int = 0
 
-    def on_duration(self, event: str, duration: float, **_: str | int) -> None:
+    def on_duration(self, event: str, duration_secs: float, **_: str | int) -> None:
         if event == "/jax/core/compile/backend_compile_duration":
             self.compiles += 1
 
@@ -49,6 +49,9 @@ def compile_counter() -> CompileCounter:
     return counter
 
 
+Wanted = dict[str, tuple[jax.stages.Wrapped, tuple]]  # name -> (jitted function, abstract arguments)
+
+
 @dataclass(slots=True)
 class Programs:
     """name -> compiled program.  An unknown name is a KeyError: a shape that was not compiled is never run."""
@@ -56,8 +59,7 @@ class Programs:
     compiled: dict[str, Callable] = field(default_factory=dict)
     infos: list[ProgramInfo] = field(default_factory=list)
 
-    def compile(self, wanted: dict[str, tuple[Callable, tuple]], *, threads: int = 2) -> None:
-        """wanted: name -> (jitted function, abstract arguments)."""
+    def compile(self, wanted: Wanted, *, threads: int = 2) -> None:
         with ThreadPoolExecutor(threads, thread_name_prefix="compile") as pool:
             pending = []
             for name, (function, arguments) in wanted.items():

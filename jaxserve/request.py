@@ -120,7 +120,9 @@ class SamplingParams:
             _check_int("max_tokens", self.max_tokens, 0)
         _check_int("min_tokens", self.min_tokens, 0)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise RequestError(f"min_tokens={self.min_tokens} is above max_tokens={self.max_tokens}", field="min_tokens")
+            raise RequestError(
+                f"min_tokens={self.min_tokens} is above max_tokens={self.max_tokens}", field="min_tokens"
+            )
         _check_int("n", self.n, 1, MAX_SAMPLES)
         _check_range("temperature", self.temperature, 0.0, 100.0)
         _check_int("top_k", self.top_k, -1)

@@ -24,7 +24,7 @@ from jaxserve.device.attention import POOL
 from jaxserve.device.slots import load_slot, load_width
 from jaxserve.device.state import KVPool, SlotShape, SlotState
 from jaxserve.device.steps import HEAD, Forwarded, Model, Params
-from jaxserve.programs import Programs
+from jaxserve.programs import Programs, Wanted
 from jaxserve.sched.plan import Call, Outcome, Plan
 
 
@@ -58,7 +58,14 @@ class Runner:
     """Owns the device.  `scheduler` holds the numbers that the scheduler must keep to."""
 
     def __init__(
-        self, model: Model, params: Params, *, config: EngineConfig, scheduler: SchedulerConfig, mesh: Mesh, backend: str
+        self,
+        model: Model,
+        params: Params,
+        *,
+        config: EngineConfig,
+        scheduler: SchedulerConfig,
+        mesh: Mesh,
+        backend: str,
     ):
         self.model = model
         self.params = params
@@ -73,12 +80,11 @@ class Runner:
         )  # fmt: skip
         self._pool_dtype = jax.tree.leaves(params)[0].dtype
         self._replicated = NamedSharding(mesh, Spec())
-        pool_shardings = KVPool(data=NamedSharding(mesh, POOL), scale=None, pages=scheduler.num_pages)
-        self._pool_shardings = pool_shardings
+        self._pool_sharding = NamedSharding(mesh, POOL)  # a prefix of the pool's tree
         make_pool = partial(
             KVPool.zeros, shape, pages=scheduler.num_pages, page_size=scheduler.page_size, dtype=self._pool_dtype
         )
-        self.pool: KVPool = jax.jit(make_pool, out_shardings=pool_shardings)()
+        self.pool: KVPool = jax.jit(make_pool, out_shardings=self._pool_sharding)()
         self.slots: SlotState = jax.jit(partial(SlotState.empty, self._slot_shape), out_shardings=self._replicated)()
         self._no_mask = {rows: self._full_mask(rows) for rows in self._row_buckets()}
         self._flags: dict[int, int] = {}  # slot -> sampler flags of its owner
@@ -102,8 +108,8 @@ class Runner:
     def _full_mask(self, rows: int) -> Array:
         return jax.device_put(batch.pack_masks({}, rows, self.model.shape.vocab), self._replicated)
 
-    def _wanted(self):
-        """name -> (jitted function, abstract arguments), the whole list."""
+    def _wanted(self) -> Wanted:
+        """The whole list."""
         params, pool, slots = (jax.tree.map(_abstract, tree) for tree in (self.params, self.pool, self.slots))
         shape, columns = self.model.shape, self.scheduler.pages_per_row
         replicated = self._replicated
@@ -112,8 +118,8 @@ class Runner:
         def array(shape, dtype=jnp.int32):
             return jax.ShapeDtypeStruct(shape, dtype, sharding=replicated)
 
-        forward_out = (replicated, self._pool_shardings)
-        wanted = {
+        forward_out = (replicated, self._pool_sharding)
+        wanted: Wanted = {
             "load": (
                 jax.jit(partial(load_slot, shape=self._slot_shape), donate_argnums=0, out_shardings=replicated),
                 (slots, array((load_width(self._slot_shape),))),

@@ -8,10 +8,12 @@ from __future__ import annotations
 import importlib.util
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import jax
+from jax import Device
 from jax.sharding import Mesh
 from rich.console import Console
 from rich.table import Table
@@ -20,7 +22,6 @@ from checkpoints.hub import resolve
 from jaxserve.buckets import decode_buckets, prefill_buckets
 from jaxserve.config import EngineConfig, SchedulerConfig
 from jaxserve.device.sharding import make_mesh
-from jaxserve.device.state import ModelShape
 from jaxserve.device.steps import Model, Params
 from jaxserve.engine import Engine, ModelInfo
 from jaxserve.models.loading import load_params
@@ -67,7 +68,7 @@ def load_engine(config: EngineConfig, *, console: Console | None = None) -> Engi
     return Engine(config, runner=runner, scheduler_config=scheduler, tokenizer=tokenizer, info=info)
 
 
-def find_devices(accelerator: str) -> list[jax.Device]:
+def find_devices(accelerator: str) -> Sequence[Device]:  # pyright: ignore[reportInvalidTypeForm]
     """The devices to run on.  ValueError with the extra to install when they are not there."""
     if accelerator == "auto":
         return jax.devices()
@@ -93,7 +94,9 @@ def use_compile_cache(folder: str) -> None:
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ValueError(f"the compile cache folder {folder} cannot be made ({error}); name one with --compile-cache") from None
+        raise ValueError(
+            f"the compile cache folder {folder} cannot be made ({error}); name one with --compile-cache"
+        ) from None
     jax.config.update("jax_compilation_cache_dir", folder)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
@@ -109,7 +112,9 @@ def size_scheduler(config: EngineConfig, *, model: Model, params: Params, mesh: 
     itemsize = jax.tree.leaves(params)[0].dtype.itemsize
     page_bytes = shape.layers * 2 * shape.kv_heads * page_size * shape.head_dim * itemsize // mesh.size
     if config.pool == "auto":
-        full = config.slots * -(-max_len // page_size)  # more than every slot at max_len helps nobody but the prefix table
+        full = config.slots * -(
+            -max_len // page_size
+        )  # more than every slot at max_len helps nobody but the prefix table
         pages = min(full, pool_bytes(config, mesh) // page_bytes)
     else:
         pages = -(-int(config.pool) // page_size)

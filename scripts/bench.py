@@ -74,7 +74,10 @@ def load_workload(vocab: int) -> dict:
     def ids(length: int) -> list[int]:
         return rng.integers(3, vocab, int(length)).tolist()
 
-    prompt_lens, output_lens = np.exp(rng.uniform(np.log(16), np.log(512), 64)), np.exp(rng.uniform(np.log(8), np.log(256), 64))
+    prompt_lens, output_lens = (
+        np.exp(rng.uniform(np.log(16), np.log(512), 64)),
+        np.exp(rng.uniform(np.log(8), np.log(256), 64)),
+    )
     prefix = ids(448)
     return {
         "uneven": [{"prompt_ids": ids(p), "output_len": int(o)} for p, o in zip(prompt_lens, output_lens, strict=True)],
@@ -167,7 +170,9 @@ def bench_start(options: dict) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as cache:
         for name in ("cold", "warm"):
             arguments = [str(Path(__file__).resolve().parents[1]), json.dumps(options | {"compile_cache": cache})]
-            done = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True, check=True)
+            done = subprocess.run(
+                [sys.executable, "-c", script, *arguments], capture_output=True, text=True, check=True
+            )
             seconds, misses = json.loads(done.stdout.splitlines()[-1])
             found |= {f"start_{name}_s": seconds, f"start_{name}_compiled": misses}
     return found
@@ -184,7 +189,9 @@ def plot(results: dict[str, float], path: Path) -> None:
     left.bar([str(n) for n in rows], [results[f"decode_{n}_tok_s"] for n in rows], color="#3a6ea5")
     left.set(title="decode", xlabel="rows", ylabel="tokens per second")
     speedups = {name: results[name] for name in ("uneven_speedup", "shared_prefix_speedup") if name in results}
-    right.bar([name.removesuffix("_speedup").replace("_", " ") for name in speedups], list(speedups.values()), color="#7a9e5f")
+    right.bar(
+        [name.removesuffix("_speedup").replace("_", " ") for name in speedups], list(speedups.values()), color="#7a9e5f"
+    )
     right.set(title="speedups", ylabel="times")
     figure.tight_layout()
     figure.savefig(path, dpi=120)

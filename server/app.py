@@ -42,7 +42,7 @@ def channel_options(config: ServerConfig, *, ping_interval_ms: int = PING_INTERV
         ("grpc.max_send_message_length", config.max_message_mb * MIB),
         ("grpc.so_reuseport", 0),  # else a second server shares the port in silence
         ("grpc.keepalive_permit_without_calls", 1),
-        ("grpc.http2.min_recv_ping_interval_without_data_ms", ping_interval_ms),
+        ("grpc.http2.min_ping_interval_without_data_ms", ping_interval_ms),
         ("grpc.http2.max_ping_strikes", 2),
         ("grpc.keepalive_time_ms", 60_000),  # our own pings find the peers that vanished without a word
         ("grpc.keepalive_timeout_ms", 20_000),

@@ -59,7 +59,11 @@ async def serve(config: ServerConfig, load: Callable[[], Backend]) -> int:
     loading = in_thread(load)
     if await _first(signals.received(), loading) is not loading:
         leave_now(0)  # nothing was accepted; a compile in a thread cannot be stopped
-    backend = loading.result()
+    try:
+        backend = loading.result()
+    except BaseException:
+        await app.stop(0)
+        raise
     await app.attach(backend)
     print(f"jaxserve: {backend.info.name} answers gRPC on {config.host}:{port}", file=sys.stderr, flush=True)
     failed = asyncio.ensure_future(app.failed())

@@ -80,7 +80,9 @@ def within(module: str, rooms: tuple[str, ...]) -> bool:
 def test_imports_point_down_only(module: str) -> None:
     for name in imports(MODULES[module]):
         if name in MODULES and floor(name) is not None:
-            assert floor(name) <= floor(module), f"{module} (floor {floor(module)}) imports {name} (floor {floor(name)})"
+            assert floor(name) <= floor(module), (
+                f"{module} (floor {floor(module)}) imports {name} (floor {floor(name)})"
+            )
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -98,5 +100,7 @@ def test_floors_know_only_what_they_may(module: str) -> None:
 
 
 def test_import_touches_no_device() -> None:
-    code = "import jaxserve, jax; from jax._src import xla_bridge; assert not xla_bridge._backends, 'a device was touched'"
+    code = (
+        "import jaxserve, jax; from jax._src import xla_bridge; assert not xla_bridge._backends, 'a device was touched'"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)

@@ -6,6 +6,7 @@ no chunk border, whatever the pool's dtype."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -47,6 +48,6 @@ def make_attend(inputs: StepInputs, *, backend: str, mesh: Mesh) -> Attend:
         out, data = body(
             q, k, v, pool.data, layer, window, inputs.page_table, inputs.kv_len, inputs.q_len, inputs.positions
         )
-        return out, pool.replace(data=data)
+        return out, replace(pool, data=data)
 
     return attend

@@ -4,6 +4,8 @@ Runs at every admission (first, resumed, prefix hit), so nothing of the last own
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
@@ -41,7 +43,7 @@ def load_slot(slots: SlotState, packed: Array, *, shape: SlotShape) -> SlotState
     }
     slot = ints.pop("slot")
     values |= ints | floats
-    return slots.replace(**{name: getattr(slots, name).at[slot].set(value) for name, value in values.items()})
+    return replace(slots, **{name: getattr(slots, name).at[slot].set(value) for name, value in values.items()})
 
 
 def _offsets(*widths: int) -> list[int]:

@@ -123,4 +123,3 @@ class StepInputs:
     page_table: Array  # [R, P] int32  page 0 = scrap
     kv_len: Array  # [R] int32  positions in the pool once this step has written its own; 0 = inert
     positions: Array  # [R, Q] int32  query i stands at kv_len - q_len + i; padded queries hold 0
-

@@ -6,6 +6,7 @@ position from it, so that a step can be dispatched before the last one has been 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Protocol
 
 import jax.numpy as jnp
@@ -28,7 +29,8 @@ Params = dict  # of arrays or QTensors, string keys
 class Model(Protocol):
     """What a step needs of a model (`jaxserve.models`)."""
 
-    shape: ModelShape
+    @property
+    def shape(self) -> ModelShape: ...
 
     def forward(
         self, params: Params, tokens: Array, positions: Array, pool: KVPool, attend: Attend
@@ -100,7 +102,8 @@ def sample(slots: SlotState, logits: Array, kv_len: Array, packed: Array, mask: 
     slot = jnp.where(takes, packed[:, 0], scrap)
     drawn = sampling.draw(logits[:, 0], sampling.rows_of(slots, slot), mask, flags)
     at = jnp.minimum(kv_len, slots.tokens.shape[1] - 1)
-    slots = slots.replace(
+    slots = replace(
+        slots,
         tokens=slots.tokens.at[slot, at].set(drawn.token),
         length=slots.length.at[slot].set(kv_len + 1),
         kv_len=slots.kv_len.at[slot].set(kv_len),
@@ -124,9 +127,10 @@ def prompt_logprobs(model: Model, params: Params, hidden: Array, slots: SlotStat
     logprob, rank, top_ids, top_logprobs = sampling.prompt_logprobs(
         lambda block: model.logits(params, block), states, targets
     )
-    return jnp.concatenate([targets[:, None], rank[:, None], _bits(logprob)[:, None], top_ids, _bits(top_logprobs)], axis=1)
+    return jnp.concatenate(
+        [targets[:, None], rank[:, None], _bits(logprob)[:, None], top_ids, _bits(top_logprobs)], axis=1
+    )
 
 
 def _bits(values: Array) -> Array:
     return lax.bitcast_convert_type(values.astype(jnp.float32), jnp.int32)
-

@@ -89,7 +89,9 @@ def test_batch_invariant_excuses_no_tie(engines: Engines) -> None:
 
 def test_seeded_request_depends_on_nothing_else(llm: LLM, engines: Engines) -> None:
     """Alone, among unseeded mates, in small chunks, preempted: the same tokens."""
-    sampled = SamplingParams(temperature=1.0, top_p=0.9, top_k=50, max_tokens=24, ignore_eos=True, seed=1234, logprobs=2)
+    sampled = SamplingParams(
+        temperature=1.0, top_p=0.9, top_k=50, max_tokens=24, ignore_eos=True, seed=1234, logprobs=2
+    )
     many = prompts(LENGTHS)
     each = [replace(sampled, seed=index) for index in range(len(many))]
     alone = [output.token_ids for output in one_by_one(llm, many, each)]

@@ -51,7 +51,9 @@ def test_random_trace_compiles_nothing_and_ends_everything_once(engines: Engines
     before = llm.engine.load()
     for number in range(150):
         prompt = tuple(rng.randrange(3, 400) for _ in range(min(int(10 ** rng.uniform(0, 2.8)), 600)))
-        request = Request(id=f"{pool}-{number}", prompt_ids=prompt, params=random_params(rng), priority=rng.randrange(3))
+        request = Request(
+            id=f"{pool}-{number}", prompt_ids=prompt, params=random_params(rng), priority=rng.randrange(3)
+        )
         handles[number] = llm.engine.submit(request)
         if rng.random() < 0.2:
             handles[rng.randrange(number + 1)].abort()
@@ -129,7 +131,10 @@ def test_abort_returns_pages_wherever_the_request_stands(engines: Engines) -> No
 
 def test_deadline_ends_a_request(llm: LLM) -> None:
     request = Request(
-        id="late", prompt_ids=(5, 6), params=SamplingParams(max_tokens=700, ignore_eos=True), deadline=time.monotonic() - 1
+        id="late",
+        prompt_ids=(5, 6),
+        params=SamplingParams(max_tokens=700, ignore_eos=True),
+        deadline=time.monotonic() - 1,
     )
     last = list(llm.engine.submit(request))[-1]
     assert last.finish_reason is FinishReason.ABORT

@@ -19,7 +19,9 @@ ENVIRONMENT = {**os.environ, "PYTHONUNBUFFERED": "1"}
 def script(name: str, *arguments: str, stdin: str | None = None, timeout: float = 30) -> subprocess.CompletedProcess:
     """Run scripts/NAME to its end, from another folder than the repository."""
     command = [sys.executable, str(ROOT / "scripts" / name), *arguments]
-    return subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=timeout, cwd="/", env=ENVIRONMENT)
+    return subprocess.run(
+        command, input=stdin, capture_output=True, text=True, timeout=timeout, cwd="/", env=ENVIRONMENT
+    )
 
 
 def start(command: Sequence[str]) -> subprocess.Popen:

@@ -58,7 +58,9 @@ def test_flags_reach_their_fields() -> None:
         (["--slot", "3"], "--slot"),  # no guessing
     ],
 )
-def test_a_wrong_flag_is_one_sentence_and_exit_code_2(flags: list[str], words: str, capsys: pytest.CaptureFixture) -> None:
+def test_a_wrong_flag_is_one_sentence_and_exit_code_2(
+    flags: list[str], words: str, capsys: pytest.CaptureFixture
+) -> None:
     with pytest.raises(SystemExit) as ended:
         parse_server_flags(flags)
     assert ended.value.code == 2

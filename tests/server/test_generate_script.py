@@ -59,8 +59,17 @@ def test_every_sampling_field_has_a_flag_that_reaches_the_server(served: Served,
     assert (request.id, request.priority, request.cache_salt) == ("mine", 3, "me")
     assert (params.max_tokens, params.min_tokens, params.n, params.temperature, params.top_k) == (9, 2, 2, 0.7, 5)
     assert (params.top_p, params.min_p, params.presence_penalty, params.frequency_penalty) == (0.9, 0.05, 0.5, -0.25)
-    assert (params.repetition_penalty, params.logit_bias, params.allowed_token_ids) == (1.1, {7: -1.5, 8: 2}, (1, 2, 32))
-    assert (params.banned_token_ids, params.seed, params.stop, params.stop_token_ids) == ((3,), 2**64 - 1, ("END",), (4, 5))
+    assert (params.repetition_penalty, params.logit_bias, params.allowed_token_ids) == (
+        1.1,
+        {7: -1.5, 8: 2},
+        (1, 2, 32),
+    )
+    assert (params.banned_token_ids, params.seed, params.stop, params.stop_token_ids) == (
+        (3,),
+        2**64 - 1,
+        ("END",),
+        (4, 5),
+    )
     assert (params.logprobs, params.prompt_logprobs, params.prompt_logprobs_start) == (1, 0, 1)
     assert params.include_stop_str_in_output and params.ignore_eos and params.detokenize
     assert not params.skip_special_tokens
@@ -99,7 +108,9 @@ def test_no_server_is_said_so() -> None:
     assert result.stderr == "generate: no server answers at 127.0.0.1:9 (start one with: python scripts/serve.py)\n"
 
 
-@pytest.mark.parametrize("flags", [["--max-tokens", "3000000000", "x"], ["--top-k", "x", "x"], ["--logit-bias", "5", "x"]])
+@pytest.mark.parametrize(
+    "flags", [["--max-tokens", "3000000000", "x"], ["--top-k", "x", "x"], ["--logit-bias", "5", "x"]]
+)
 def test_a_wrong_flag_is_one_sentence_and_exits_2(flags: list[str]) -> None:
     result = script("generate.py", *flags)
     assert result.returncode == 2 and flags[0] in result.stderr and result.stderr.count("\n") == 1

@@ -158,7 +158,9 @@ INVALID = grpc.StatusCode.INVALID_ARGUMENT
         (pb.GenerateRequest(text="x", id="i" * 257), "id"),
     ],
 )
-def test_a_bad_field_is_refused_by_name_on_both_methods(served: Served, request_: pb.GenerateRequest, field: str) -> None:
+def test_a_bad_field_is_refused_by_name_on_both_methods(
+    served: Served, request_: pb.GenerateRequest, field: str
+) -> None:
     code, details, named = refusal(lambda: served.stub.Generate(request_))
     assert (code, named) == (INVALID, field) and field in details
     assert refusal(lambda: served.stub.GenerateStream(request_)) == (code, details, named)

@@ -53,7 +53,7 @@ def test_a_second_ctrl_c_ends_at_once() -> None:
         assert process.wait(3) == 130
 
 
-def test_a_dead_loop_is_logged_once_and_exits_1() -> None:
+def test_a_dead_loop_ends_the_process_with_1() -> None:
     with stub_server("--step-seconds", "0.02", "--die-after", "0.7") as (process, address):
         call = stub_of(address).GenerateStream(ENDLESS)
         with pytest.raises(grpc.RpcError):
@@ -63,7 +63,9 @@ def test_a_dead_loop_is_logged_once_and_exits_1() -> None:
 
 
 def test_a_signal_while_the_model_loads_ends_at_once_with_0() -> None:
-    process = start(["-m", "tests.server.run_stub", "--load-seconds", "60", "--", "--port", "0", "--log-level", "debug"])
+    process = start(
+        ["-m", "tests.server.run_stub", "--load-seconds", "60", "--", "--port", "0", "--log-level", "debug"]
+    )
     time.sleep(1.0)
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=5)

@@ -197,7 +197,9 @@ def test_every_field_of_a_chunk_reaches_its_message() -> None:
 
 def test_a_matched_stop_is_a_string_an_id_or_nothing() -> None:
     def finish(stop_reason: int | str | None) -> pb.Finish:
-        return output_of(Chunk(request_id="r", finish_reason=FinishReason.STOP, stop_reason=stop_reason), StubTokenizer()).finish
+        return output_of(
+            Chunk(request_id="r", finish_reason=FinishReason.STOP, stop_reason=stop_reason), StubTokenizer()
+        ).finish
 
     assert finish("END").stop_string == "END"
     assert finish(0).WhichOneof("matched_stop") == "stop_id"

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import tokenizers
 
 from checkpoints import ModelFiles
 from jaxserve.text import Tokenizer, load_tokenizer
@@ -81,6 +82,25 @@ def test_end_of_sequence_ids_come_from_every_file(tmp_path: Path):
 def test_bos_is_as_the_config_says_when_it_says(tmp_path: Path):
     assert load_tokenizer(folder_of(tmp_path, "byte_level")).adds_bos
     assert not load_tokenizer(folder_of(tmp_path, "byte_level", add_bos_token=False)).adds_bos
+
+
+def test_control_tokens_that_take_white_space_take_it(tmp_path: Path, style: str):
+    files = folder_of(tmp_path, style)
+    library = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    library.add_special_tokens(
+        [tokenizers.AddedToken("<|left|>", lstrip=True), tokenizers.AddedToken("<|right|>", rstrip=True)]
+    )
+    library.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(files)
+    for text in (
+        "a <|left|> b <|right|> c",
+        "<|right|>  x",
+        "x \n<|left|>",
+        "<|right|> <|left|>",
+        "a<|left|>b<|right|>c",
+    ):
+        expected = library.encode(text, add_special_tokens=False).ids
+        assert tokenizer.encode(text, add_bos=False, parse_special=True) == expected
 
 
 def test_truncation_in_the_file_never_cuts_a_prompt(tmp_path: Path):

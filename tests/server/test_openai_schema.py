@@ -1,0 +1,253 @@
+"""OpenAI bodies: every field has its effect or is refused by name, and no type of value does worse than that."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxserve.request import Chunk, ErrorCode, FinishReason, RequestError, SamplingParams, TokenLogprobs, Usage
+from server.args import ServerConfig
+from server.limits import Limits
+from server.openai_response import body_of
+from server.openai_schema import FIELDS, SAMPLING, Asked, asked_of
+from tests.server.stub import StubEngine, StubTokenizer
+from tests.server.test_translate import CHANGED
+
+TOKENIZER = StubTokenizer()
+LIMITS = Limits.of(ServerConfig(), StubEngine())
+CHAT = [{"role": "user", "content": "hi"}]
+
+
+def ask(kind="completion", **fields) -> Asked:
+    body = {"prompt": "hi"} if kind == "completion" else {"messages": CHAT}
+    body = json.loads(json.dumps({**body, **fields}))
+    return asked_of(body, kind, request_id="r", models=["stub", "ref"], tokenizer=TOKENIZER, limits=LIMITS)
+
+
+def refusal(kind="completion", **fields) -> RequestError:
+    with pytest.raises(RequestError) as caught:
+        ask(kind, **fields)
+    assert len(caught.value.message) < 400
+    return caught.value
+
+
+@pytest.mark.parametrize("name", SAMPLING)
+@pytest.mark.parametrize("kind", FIELDS)
+def test_every_sampling_field_has_its_effect(kind, name: str) -> None:
+    value = CHANGED[name] if name != "logit_bias" else {"7": -1.5}
+    if name == "seed":
+        value = -5
+    params = ask(kind, **{name: value}).request.params
+    assert getattr(params, name) == (CHANGED[name] if name != "seed" else -5)
+    assert dataclasses.replace(ask(kind).request.params, **{name: getattr(params, name)}) == params
+
+
+def test_every_field_of_sampling_params_can_be_said_in_a_body() -> None:
+    said = {*SAMPLING, "max_tokens", "logprobs", "prompt_logprobs"}
+    assert {field.name for field in dataclasses.fields(SamplingParams)} - said == {"detokenize"}  # a body wants text
+
+
+def test_defaults_are_openais() -> None:
+    assert ask().request.params == SamplingParams(max_tokens=16)
+    assert ask("chat").request.params == SamplingParams()
+
+
+def test_null_is_the_same_as_nothing() -> None:
+    fields = dict.fromkeys(set(FIELDS["completion"]) - {"prompt"})
+    assert ask(**fields) == ask()
+
+
+def test_logprobs_of_both_forms() -> None:
+    assert ask(logprobs=0).request.params.logprobs == 0
+    assert ask("chat", logprobs=True).request.params.logprobs == 0
+    assert ask("chat", logprobs=True, top_logprobs=5).request.params.logprobs == 5
+    assert ask("chat", logprobs=False).request.params.logprobs is None
+    assert refusal("chat", top_logprobs=5).field == "top_logprobs"
+    assert refusal(logprobs=True).field == "logprobs"
+    assert refusal("chat", logprobs=3).field == "logprobs"
+
+
+def test_echo_asks_for_the_prompts_logprobs_when_logprobs_are_wanted() -> None:
+    asked = ask(echo=True, logprobs=2, max_tokens=0)
+    assert asked.echo == "hi" and asked.request.params.prompt_logprobs == 2 and asked.request.params.max_tokens == 0
+    assert ask(echo=True).request.params.prompt_logprobs is None
+    assert ask(prompt=[104, 105], echo=True).echo == "hi"
+    assert ask().echo is None
+
+
+def test_max_completion_tokens_is_max_tokens() -> None:
+    assert ask("chat", max_completion_tokens=5).request.params.max_tokens == 5
+    assert ask("chat", max_completion_tokens=5, max_tokens=5).request.params.max_tokens == 5
+    assert refusal("chat", max_completion_tokens=5, max_tokens=6).field == "max_completion_tokens"
+    assert refusal(max_completion_tokens=5).field == "max_completion_tokens"
+
+
+def test_prompts_are_text_or_ids() -> None:
+    assert ask(prompt="é").request.prompt_ids == tuple("é".encode())
+    assert ask(prompt=[1, 2]).request.prompt_ids == (1, 2)
+    assert ask("chat").request.prompt_ids[0] == 256
+    assert ask("chat", add_generation_prompt=False).request.prompt_ids[-1] == ord("\n")
+
+
+def test_priority_salt_and_model_reach_the_request() -> None:
+    request = ask(priority=3, cache_salt="me", model="ref").request
+    assert (request.id, request.priority, request.cache_salt) == ("r", 3, "me")
+    assert refusal(model="gpt-4").code is ErrorCode.NOT_FOUND
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "field"),
+    [
+        ("completion", {"prompt": ""}, "prompt"),
+        ("completion", {"prompt": []}, "prompt"),
+        ("completion", {"prompt": None}, "prompt"),
+        ("completion", {"prompt": ["a", "b"]}, "prompt"),
+        ("completion", {"prompt": [[1], [2]]}, "prompt"),
+        ("completion", {"prompt": [1, 300]}, "prompt"),
+        ("completion", {"prompt": [2_000_000_000]}, "prompt"),
+        ("completion", {"prompt": [1.5]}, "prompt"),
+        ("completion", {"prompt": list(range(256)) * 3}, "prompt"),
+        ("completion", {"prompt": "\ud800"}, "prompt"),
+        ("completion", {"stop": [""]}, "stop"),
+        ("completion", {"stop": 5}, "stop"),
+        ("completion", {"stop": [5]}, "stop"),
+        ("completion", {"temperature": "hot"}, "temperature"),
+        ("completion", {"temperature": True}, "temperature"),
+        ("completion", {"temperature": float("nan")}, "temperature"),
+        ("completion", {"temperature": 10**400}, "temperature"),
+        ("completion", {"max_tokens": 5.0}, "max_tokens"),
+        ("completion", {"max_tokens": 10**400}, "max_tokens"),
+        ("completion", {"n": 0}, "n"),
+        ("completion", {"n": True}, "n"),
+        ("completion", {"logit_bias": [1]}, "logit_bias"),
+        ("completion", {"logit_bias": {"x": 1}}, "logit_bias"),
+        ("completion", {"logit_bias": {"-1": 1}}, "logit_bias"),
+        ("completion", {"logit_bias": {"1": "much"}}, "logit_bias"),
+        ("completion", {"stop_token_ids": 5}, "stop_token_ids"),
+        ("completion", {"ignore_eos": "yes"}, "ignore_eos"),
+        ("completion", {"stream": True}, "stream"),
+        ("completion", {"user": "me"}, "user"),
+        ("completion", {"best_of": 2}, "best_of"),
+        ("completion", {"messages": CHAT}, "messages"),
+        ("completion", {"cache_salt": "s" * 300}, "cache_salt"),
+        ("chat", {"prompt": "x"}, "prompt"),
+        ("chat", {"tools": []}, "tools"),
+        ("chat", {"response_format": {"type": "json_object"}}, "response_format"),
+        ("chat", {"messages": []}, "messages"),
+        ("chat", {"messages": None}, "messages"),
+        ("chat", {"messages": "hi"}, "messages"),
+        ("chat", {"messages": ["hi"]}, "messages"),
+        ("chat", {"messages": [{"role": "user"}]}, "messages"),
+        ("chat", {"messages": [{"role": "pirate", "content": "x"}]}, "messages"),
+        ("chat", {"messages": [{"role": "user", "content": 5}]}, "messages"),
+        ("chat", {"messages": [{"role": "user", "content": "x", "tool_calls": []}]}, "messages[0].tool_calls"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_by_name(kind, fields: dict, field: str) -> None:
+    assert refusal(kind, **fields).field == field
+
+
+@pytest.mark.parametrize("body", [None, [], "x", 5, True])
+def test_a_body_is_an_object(body) -> None:
+    with pytest.raises(RequestError, match="object"):
+        asked_of(body, "chat", request_id="r", models=["stub"], tokenizer=TOKENIZER, limits=LIMITS)
+
+
+def test_a_huge_value_is_not_echoed_back() -> None:
+    for value in ("x" * 10**6, ["x" * 10**6], {"y" * 10**6: 1}, 10**4000):
+        for name in ("temperature", "n", "stop_token_ids", "echo", "logit_bias"):
+            refusal(**{name: value})
+    refusal(**{"z" * 10**6: 1})
+
+
+TEXT = st.text(max_size=4)
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | TEXT,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
+    max_leaves=4,
+)
+
+
+@settings(max_examples=100)
+@given(st.sampled_from(list(FIELDS)), st.data())
+def test_any_json_is_a_request_or_a_refusal(kind, data: st.DataObject) -> None:
+    names = st.sampled_from(list(FIELDS[kind])) | st.text(max_size=5)
+    body = data.draw(st.dictionaries(names, JSON, max_size=3))
+    body.setdefault(*(("prompt", "x") if kind == "completion" else ("messages", CHAT)))
+    try:
+        asked_of(body, kind, request_id="r", models=["stub"], tokenizer=TOKENIZER, limits=LIMITS)
+    except RequestError as error:
+        assert len(error.message) < 1000
+
+
+# -- answers -----------------------------------------------------------------------------------------------------------
+
+
+def entry(token_id: int, *top: tuple[int, float]) -> TokenLogprobs:
+    return TokenLogprobs(token_id=token_id, logprob=-0.5, rank=1, top=top)
+
+
+def sample(**fields) -> Chunk:
+    usage = Usage(prompt_tokens=2, completion_tokens=2, cached_tokens=1)
+    base = Chunk(request_id="r", token_ids=(240, 159), text="�", finish_reason=FinishReason.LENGTH, usage=usage, seed=4)
+    return dataclasses.replace(base, **fields)
+
+
+def body(asked: Asked, *samples: Chunk) -> dict:
+    made = body_of(asked, samples, model="stub", created=5, tokenizer=TOKENIZER)
+    return json.loads(json.dumps(made, allow_nan=False))
+
+
+def test_a_completion_has_openais_shape() -> None:
+    answer = body(ask(n=2), sample(), sample(index=1, finish_reason=FinishReason.STOP, stop_reason="END"))
+    assert (answer["object"], answer["model"], answer["created"], answer["seed"]) == ("text_completion", "stub", 5, 4)
+    first, second = answer["choices"]
+    assert (first["index"], first["text"], first["finish_reason"], first["logprobs"]) == (0, "�", "length", None)
+    assert (second["index"], second["finish_reason"], second["stop_reason"]) == (1, "stop", "END")
+    usage = answer["usage"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (2, 4, 6)
+    assert usage["prompt_tokens_details"] == {"cached_tokens": 1}
+
+
+def test_a_chat_has_openais_shape_with_bytes() -> None:
+    (choice,) = body(ask("chat", logprobs=True), sample(logprobs=(entry(240, (240, -0.5), (104, -1.0)), entry(159))))[
+        "choices"
+    ]
+    assert choice["message"] == {"role": "assistant", "content": "�"}
+    first = choice["logprobs"]["content"][0]
+    assert first["bytes"] == [240] and [top["token"] for top in first["top_logprobs"]] == ["�", "h"]
+
+
+def test_echo_puts_the_prompt_and_its_logprobs_in_front() -> None:
+    asked = ask(echo=True, logprobs=1)
+    both = (entry(240, (240, -0.5)), entry(159, (7, -0.1)))
+    (choice,) = body(asked, sample(logprobs=both, prompt_logprobs=(None, entry(105, (105, -0.5)))))["choices"]
+    logprobs = choice["logprobs"]
+    assert choice["text"] == "hi�"
+    assert logprobs["tokens"] == ["h", "i", "bytes:\\xf0", "bytes:\\x9f"]
+    assert logprobs["token_logprobs"] == [None, -0.5, -0.5, -0.5]
+    assert logprobs["top_logprobs"][0] is None and logprobs["top_logprobs"][3] == {"\x07": -0.1, "bytes:\\x9f": -0.5}
+    assert logprobs["text_offset"] == [0, 1, 2, 2]
+
+
+def test_echo_of_no_tokens_at_all() -> None:
+    asked = ask(echo=True, logprobs=1, max_tokens=0)
+    (choice,) = body(asked, sample(token_ids=(), text="", prompt_logprobs=(None, entry(105))))["choices"]
+    assert choice["text"] == "hi" and choice["logprobs"]["token_logprobs"] == [None, -0.5]
+
+
+def test_two_ids_of_one_text_are_two_entries() -> None:
+    twins = entry(298, (298, -0.5), (299, -0.7))  # ids without a token: both are the empty text
+    (choice,) = body(ask(logprobs=2), sample(token_ids=(298,), logprobs=(twins,)))["choices"]
+    assert len(choice["logprobs"]["top_logprobs"][0]) == 2
+
+
+def test_prompt_logprobs_and_token_ids_are_returned_when_asked_for() -> None:
+    asked = ask(prompt_logprobs=1, return_token_ids=True)
+    (choice,) = body(asked, sample(prompt_logprobs=(None, entry(105, (9, -0.1)))))["choices"]
+    assert choice["prompt_logprobs"][0] is None and set(choice["prompt_logprobs"][1]) == {"105", "9"}
+    assert (choice["prompt_token_ids"], choice["token_ids"]) == ([104, 105], [240, 159])
