@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 CONSTRAINTS = constraints.txt
 
-.PHONY: setup check check-full test lint protos bench
+.PHONY: setup serve check check-full test lint protos bench
 
 setup: $(VENV)/.done
 
@@ -12,6 +12,10 @@ $(VENV)/.done: pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[dev]'
 	touch $@
+
+# ARGS="--model gemma3-270m --port 50051" passes flags on.
+serve: setup
+	$(BIN)/python scripts/serve.py $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

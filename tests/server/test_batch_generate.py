@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from server.batch_files import Output, read_lines
-from tests.server.processes import ENVIRONMENT, ROOT, read_until, start
+from tests.server.processes import ENVIRONMENT, ROOT, start
 from tests.server.serving import until
 from tests.server.stub import ANSWER
 

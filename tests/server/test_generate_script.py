@@ -136,6 +136,9 @@ def test_a_pipe_that_closes_aborts_the_request(served: Served, engine: StubEngin
 
 
 def test_the_client_imports_neither_jax_nor_the_engine() -> None:
-    code = "import sys; sys.path.insert(0, 'scripts'); import generate; print([m for m in ('jax', 'numpy', 'jaxserve.engine') if m in sys.modules])"
+    names = "('jax', 'numpy', 'jaxserve.engine')"
+    code = (
+        f"import sys; sys.path.insert(0, 'scripts'); import generate; print([m for m in {names} if m in sys.modules])"
+    )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert result.stdout == "[]\n"

@@ -30,10 +30,14 @@ def ask(text: str = "hi", **params) -> pb.GenerateRequest:
 
 def refusal(call) -> tuple[grpc.StatusCode, str, str]:
     """-> (status, details, field at fault) of a call that fails."""
-    with pytest.raises(grpc.RpcError) as caught:
+
+    def whole() -> None:
         response = call()
         if isinstance(response, grpc.Call):
             list(response)
+
+    with pytest.raises(grpc.RpcError) as caught:
+        whole()
     error = caught.value
     return error.code(), error.details(), dict(error.trailing_metadata()).get("jaxserve-field", "")
 

@@ -52,8 +52,8 @@ def test_a_dead_loop_turns_health_off_and_is_reported() -> None:
         engine.die()
         served.call(served.app.failed(), timeout=5)
         assert health(served) == NOT_SERVING
+        served.call(served.app.stop(0))
         with pytest.raises(grpc.RpcError) as caught:
-            served.call(served.app.stop(0))
             served.stub.Generate(ENDLESS)
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
 
@@ -65,7 +65,7 @@ def test_reflection_describes_the_service() -> None:
         described = database.FindFileContainingSymbol("jaxserve.v1.Generation")
         methods = {method.name for method in described.service[0].method}
         assert methods == {"Generate", "GenerateStream", "Abort", "Tokenize", "Detokenize", "ModelInfo", "Load"}
-        assert "jaxserve.v1" == described.package
+        assert described.package == "jaxserve.v1"
 
 
 # -- keepalive ---------------------------------------------------------------------------------------------------------
