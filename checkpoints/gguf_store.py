@@ -55,7 +55,7 @@ class GGUFStore:
         if match := _BLOCK_NAME.fullmatch(name):
             layer, part, leaf = match.groups()
             part = (_GEMMA_BLOCK if self._is_gemma else _BLOCK).get(part)
-            return f"model.layers.{int(layer)}.{part}.{leaf}" if part else name
+            return f"model.layers.{layer}.{part}.{leaf}" if part else name
         part, _, leaf = name.rpartition(".")
         return f"{_OUTER[part]}.{leaf}" if part in _OUTER else name
 

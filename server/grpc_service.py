@@ -85,6 +85,10 @@ class GenerationService(pb_grpc.GenerationServicer):
         self._open_calls += 1
         try:
             backend, limits = self._ready()
+            if self._open_calls > limits.max_open_calls:  # prompts that wait to be encoded count too
+                raise RequestError(
+                    f"{limits.max_open_calls} calls are open: try again later", code=ErrorCode.RESOURCE_EXHAUSTED
+                )
             request = await self._request(message, context, backend, limits)
             answer = backend.submit(request)
             ending = Ending(request, backend)

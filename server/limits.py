@@ -28,6 +28,7 @@ class Limits:
     max_stop_ids: int
     max_logit_bias: int
     max_allowed_ids: int
+    max_open_calls: int  # generate calls, whether they run, wait or are being encoded
     max_id_bytes: int = MAX_ID_BYTES
     max_samples: int = MAX_SAMPLES
     max_logprobs: int = MAX_LOGPROBS
@@ -44,6 +45,7 @@ class Limits:
             max_stop_ids=backend.config.max_stop_ids,
             max_logit_bias=backend.config.max_logit_bias,
             max_allowed_ids=backend.config.max_allowed_ids,
+            max_open_calls=backend.config.slots + backend.config.queue_limit,
         )
 
     def check_lists(self, params: Mapping[str, object]) -> None:

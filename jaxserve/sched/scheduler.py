@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from jaxserve.config import SchedulerConfig
 from jaxserve.request import Chunk, ErrorCode, FinishReason, Request, RequestError, TokenLogprobs
@@ -17,7 +17,7 @@ from jaxserve.sched.decode import DecodePlanner
 from jaxserve.sched.plan import Cut, Outcome, Plan, Row, RowOutcome
 from jaxserve.sched.prefill import PrefillPlanner
 from jaxserve.sched.roster import Roster
-from jaxserve.sched.sequence import SequenceState, SequenceView
+from jaxserve.sched.sequence import SequenceState
 
 
 class Scheduler:
@@ -241,22 +241,6 @@ class Scheduler:
     @property
     def has_unfinished(self) -> bool:
         return bool(self.roster.alive)
-
-    def sequence(self, number: int) -> SequenceView | None:
-        """A living sequence, to be read only."""
-        return self.roster.alive.get(number)
-
-    def output_of(self, number: int) -> Sequence[int]:
-        """The tokens of a living sequence that have been read, to be read only."""
-        return self.roster.alive[number].output
-
-    def tokens_that_count(self, row: Row, drawn: RowOutcome) -> tuple[int, ...]:
-        """What `commit` would append without a stop string: none of a stale row or after a stop id.  For whoever
-        looks at tokens before the commit (stop strings, masks)."""
-        sequence = self.current(row)
-        if sequence is None or drawn.is_nan:
-            return ()
-        return drawn.token_ids[: sequence.ending(drawn.token_ids, None).keep]
 
     def load(self) -> SchedulerLoad:
         roster, pool = self.roster, self.roster.pool

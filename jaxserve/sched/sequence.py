@@ -7,27 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from jaxserve.config import SchedulerConfig
 from jaxserve.request import FinishReason, Request, TokenLogprobs, Usage, child_seed
 from jaxserve.sched.pages import page_key, root_key
 from jaxserve.sched.plan import Cut, Row, SlotLoad
-
-
-class SequenceView(Protocol):
-    """What the engine may read of a living sequence; it never writes it."""
-
-    @property
-    def number(self) -> int: ...
-    @property
-    def request(self) -> Request: ...
-    @property
-    def index(self) -> int: ...
-    @property
-    def seed(self) -> int: ...
-    @property
-    def output(self) -> Sequence[int]: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 
@@ -18,7 +18,7 @@ class FolderConfig:
     add_bos: bool | None = None  # None: as the tokenizer's own file says
     chat_template: str | None = None
     legacy: bool = True  # a space in front of every text behind a control token, not of the first alone
-    added_tokens: Mapping[int, tuple[str, bool]]  # id -> (text, is it a control token)
+    added_tokens: Mapping[int, tuple[str, bool]] = field(default_factory=dict)  # id -> (text, is it a control token)
 
     @property
     def control_tokens(self) -> set[str]:
@@ -45,7 +45,7 @@ class FolderConfig:
             add_bos=add_bos if isinstance(add_bos, bool) else None,
             chat_template=_template(folder, config.get("chat_template")),
             legacy=config.get("legacy") is not False,
-            added_tokens=_added_tokens(config.get("added_tokens_decoder"), _json(folder / "added_tokens.json")),
+            added_tokens=_added_tokens(folder, config.get("added_tokens_decoder")),
         )
 
 
@@ -68,16 +68,24 @@ def _token(value: object) -> str | None:
 
 
 def _template(folder: Path, value: object) -> str | None:
-    if (folder / "chat_template.jinja").is_file():
-        return (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        try:
+            return path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path} is not UTF-8: {error}") from None
     if isinstance(value, list):  # several, by name
-        value = {entry["name"]: entry["template"] for entry in value}.get("default")
+        named = [entry for entry in value if isinstance(entry, dict) and entry.get("name") == "default"]
+        value = named[0].get("template") if named else None
     value = value or _json(folder / "chat_template.json").get("chat_template")
     return value if isinstance(value, str) else None
 
 
-def _added_tokens(decoder: object, by_text: Mapping[str, int]) -> dict[int, tuple[str, bool]]:
-    tokens = {int(token_id): (text, True) for text, token_id in by_text.items()}
-    if isinstance(decoder, dict):
-        tokens |= {int(i): (token["content"], bool(token.get("special"))) for i, token in decoder.items()}
+def _added_tokens(folder: Path, decoder: object) -> dict[int, tuple[str, bool]]:
+    try:
+        tokens = {int(token_id): (str(text), True) for text, token_id in _json(folder / "added_tokens.json").items()}
+        for token_id, token in (decoder or {}).items():  # pyright: ignore[reportAttributeAccessIssue]
+            tokens[int(token_id)] = (str(token["content"]), bool(token.get("special")))
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise ValueError(f"{folder}: added_tokens_decoder or added_tokens.json is malformed ({error!r})") from None
     return tokens

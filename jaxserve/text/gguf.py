@@ -29,19 +29,9 @@ class TokenType(IntEnum):
 
 # Ends of a turn or a text.  Files name one or two by id; llama.cpp finds the others by their text, and so must we.
 _END_TEXTS = frozenset(
-    {
-        "<|eot_id|>",
-        "<|eom_id|>",
-        "<|im_end|>",
-        "<|end|>",
-        "<end_of_turn>",
-        "<end_of_utterance>",
-        "<EOT>",
-        "_<EOT>",
-        "[EOT]",
-    }
-    | {"<|endoftext|>", "<|end_of_text|>", "<｜end▁of▁sentence｜>", "[EOS]", "</s>", "<eos>"}
-)
+    {"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<end_of_utterance>", "[EOS]", "</s>", "<eos>"}
+    | {"<|endoftext|>", "<|end_of_text|>", "<｜end▁of▁sentence｜>", "<EOT>", "_<EOT>", "[EOT]"}
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +53,15 @@ class Fields:
 
     def of_type(self, *types: TokenType) -> list[int]:
         return [i for i, kind in enumerate(self.types) if kind in types]
+
+    def config(self, *, adds_bos: bool) -> FolderConfig:
+        """What a folder would say of this tokenizer; `adds_bos` is for a file that does not."""
+        return FolderConfig(
+            bos_token=None if self.bos_id is None else self.tokens[self.bos_id],
+            more_eos_ids=self.eos_ids,
+            add_bos=adds_bos if self.adds_bos is None else self.adds_bos,
+            chat_template=self.chat_template,
+        )
 
 
 def load(path: Path) -> Vocabulary:
@@ -168,14 +167,7 @@ def _byte_level(fields: Fields) -> Vocabulary:
 
     source.add_special_tokens(added(fields.of_type(TokenType.CONTROL, TokenType.UNKNOWN), special=True))
     source.add_tokens(added(fields.of_type(TokenType.USER_DEFINED), special=False))
-    config = FolderConfig(
-        bos_token=None if fields.bos_id is None else fields.tokens[fields.bos_id],
-        more_eos_ids=fields.eos_ids,
-        add_bos=pre.adds_bos if fields.adds_bos is None else fields.adds_bos,
-        chat_template=fields.chat_template,
-        added_tokens={},
-    )
-    return from_tokenizer(source, config, fields.place)
+    return from_tokenizer(source, fields.config(adds_bos=pre.adds_bos), fields.place)
 
 
 def _sentencepiece(fields: Fields) -> Vocabulary:
@@ -200,11 +192,4 @@ def _sentencepiece(fields: Fields) -> Vocabulary:
     proto.normalizer_spec.name = "identity"
     proto.normalizer_spec.add_dummy_prefix = fields.add_space_prefix
     proto.normalizer_spec.remove_extra_whitespaces = False
-    config = FolderConfig(
-        bos_token=None if fields.bos_id is None else fields.tokens[fields.bos_id],
-        more_eos_ids=fields.eos_ids,
-        add_bos=True if fields.adds_bos is None else fields.adds_bos,
-        chat_template=fields.chat_template,
-        added_tokens={},
-    )
-    return from_model(proto.SerializeToString(), config, fields.place)
+    return from_model(proto.SerializeToString(), fields.config(adds_bos=True), fields.place)

@@ -216,6 +216,14 @@ def test_presence_and_frequency_count_output_alone_and_repetition_counts_both():
     assert np.asarray(got[0]).tolist() == [1.0, -4.0, 1.0 - 0.5 - 0.75, -4.0 - 0.5 - 0.25, 2.0]
 
 
+def test_penalties_come_before_bias_and_bans_after_both():
+    logits = widened(np.array([[2.0, 3.0, 1.0]]))
+    params = Params(repetition=2.0, prompt=(0,), bias={0: 3.0})  # 2 / 2 + 3, not (2 + 3) / 2
+    assert draw(logits, [params]).token[0] == 0
+    assert draw(logits, [replace(params, allowed=(1, 2))]).token[0] == 1
+    assert draw(logits, [replace(params, bias={0: 3.0, 1: -np.inf}, allowed=(1, 2))]).token[0] == 2
+
+
 def test_every_token_accepted_in_one_step_counts():
     rows, _, _ = make_rows([Params(prompt=(1,), output=(2,)), Params(prompt=(3,))], 5)
     for tokens, takes in (([2, 4], [True, True]), ([1, 3], [True, False]), ([2, 0], [True, False])):

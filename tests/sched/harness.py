@@ -218,12 +218,12 @@ class Loop:
         """What the engine does with stop strings: it looks at the tokens that count, before they are committed."""
         cuts = {}
         for row, drawn in zip(plan.rows, outcome.rows, strict=True):
-            tokens = self.scheduler.tokens_that_count(row, drawn)
-            view = self.scheduler.sequence(row.sequence)
-            pair = self.streams[view.request.id, view.index].pair if view is not None else None
-            if pair is None or not tokens:
+            sequence = self.scheduler.current(row)
+            if sequence is None or not drawn.token_ids:
                 continue
-            text = (*self.scheduler.output_of(row.sequence)[-1:], *tokens)
+            pair = self.streams[sequence.request.id, sequence.index].pair
+            tokens = drawn.token_ids[: sequence.ending(drawn.token_ids, None).keep]
+            text = (*sequence.output[-1:], *tokens)
             hits = [i for i in range(1, len(text)) if text[i - 1 : i + 1] == pair]
             if hits:
                 cuts[row.sequence] = Cut(keep=hits[0] + 1 - (len(text) - len(tokens)), stop_reason="pair")

@@ -46,8 +46,8 @@ def test_many_short_prompts_share_a_call():
 
 
 def test_a_prompt_alone_takes_the_bucket_that_wastes_least():
-    for length, bucket in ((16, (1, 16)), (6, (2, 8)), (2, (1, 2))):
-        loop = Loop(make_config(prefill_buckets=((1, 16), (2, 8), (1, 2)), prefill_seconds=(3.0, 1.0, 0.2)))
+    for length, bucket in ((16, (1, 16)), (6, (1, 8)), (2, (1, 2))):
+        loop = Loop(make_config(prefill_buckets=((1, 16), (1, 8), (1, 2)), prefill_seconds=(2.6, 1.8, 1.2)))
         loop.ask("r", some_prompt(length), max_tokens=1)
         loop.run()
         assert buckets(loop.plans) == [bucket]
@@ -83,7 +83,7 @@ def test_a_streaming_row_waits_for_one_bounded_call_at_most():
     """Twenty long prompts arrive beside one chat (fault 45): every step holds its row, and no slow bucket."""
     config = make_config(
         slots=8, decode_buckets=(8,), num_pages=300, queue_limit=99,
-        prefill_buckets=((1, 16), (4, 4), (1, 4)), prefill_seconds=(0.5, 0.3, 0.1), max_decode_wait=0.25,
+        prefill_buckets=((1, 16), (4, 4), (1, 4)), prefill_seconds=(0.3, 0.35, 0.1), max_decode_wait=0.25,
     )  # fmt: skip
     loop = Loop(config)
     loop.ask("chat", some_prompt(3), max_tokens=40, ignore_eos=True)

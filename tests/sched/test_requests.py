@@ -230,17 +230,17 @@ def test_masked_rows_are_marked_and_run_ahead_like_others():
     assert [plan.is_masked for plan in loop.plans] == [any(row.masked for row in plan.rows) for plan in loop.plans]
 
 
-def test_the_loop_sees_the_tokens_that_count_and_none_of_a_stale_row():
+def test_the_loop_sees_which_tokens_count_and_that_a_row_is_stale():
     scheduler = Scheduler(make_config(num_drafts=3), EOS)
     scheduler.add(make_request("r", some_prompt(3)), 0.0)
-    plan = scheduler.schedule(0.0)
-    row, drawn = plan.rows[0], RowOutcome((4, EOS[0], 5))
-    assert scheduler.tokens_that_count(row, drawn) == (4, EOS[0])
-    assert scheduler.tokens_that_count(row, RowOutcome((4,), is_nan=True)) == ()
-    assert scheduler.sequence(0).request.id == "r"
+    (row,) = scheduler.schedule(0.0).rows
+    assert scheduler.current(row).ending((4, EOS[0], 5), None).keep == 2
+    scheduler.roster.preempt(scheduler.current(row))
+    assert scheduler.current(row) is None
+    (row,) = scheduler.schedule(0.0).rows
+    assert scheduler.current(row) is not None
     scheduler.abort("r")
-    assert scheduler.tokens_that_count(row, drawn) == ()
-    assert scheduler.sequence(0) is None
+    assert scheduler.current(row) is None
 
 
 @DRAFTS

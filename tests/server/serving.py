@@ -8,13 +8,20 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import grpc
 
 from server.app import App
 from server.args import ServerConfig
+from server.backend import Backend
 from server.pb.jaxserve.v1 import generation_pb2_grpc as pb_grpc
-from tests.server.stub import StubEngine
+
+
+class Started(Backend, Protocol):
+    """An engine that can be started: the stub, or the real one."""
+
+    def start(self) -> None: ...
 
 
 @dataclass
@@ -35,7 +42,7 @@ class Served:
 
 @contextmanager
 def serving(
-    engine: StubEngine | None, config: ServerConfig | None = None, *, options: list[tuple[str, int]] | None = None
+    engine: Started | None, config: ServerConfig | None = None, *, options: list[tuple[str, int]] | None = None
 ) -> Iterator[Served]:
     """engine None: a server whose model is still loading."""
     loop = asyncio.new_event_loop()

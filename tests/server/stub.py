@@ -100,10 +100,11 @@ class StubEngine:
         step_seconds: float = 0.0,
         max_len: int = 512,
         queue_limit: int = 64,
+        slots: int = 32,
         tokenizer: StubTokenizer | None = None,
         per_step: int = 1,
     ):
-        self.config = EngineConfig(queue_limit=queue_limit)
+        self.config = EngineConfig(queue_limit=queue_limit, slots=slots)
         self.tokenizer = tokenizer or StubTokenizer()
         self.info = StubInfo(max_len=max_len)
         self.requests: list[Request] = []  # every one that was accepted

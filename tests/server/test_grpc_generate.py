@@ -7,7 +7,9 @@ import threading
 import grpc
 import pytest
 
+from jaxserve.request import RequestError
 from server.args import ServerConfig
+from server.errors import clear_message
 from server.pb.jaxserve.v1 import generation_pb2 as pb
 from tests.server.serving import Served, serving, until
 from tests.server.stub import ANSWER, IM_END, StubEngine, StubTokenizer
@@ -227,6 +229,15 @@ def test_a_full_queue_is_resource_exhausted() -> None:
         assert code is grpc.StatusCode.RESOURCE_EXHAUSTED and "queue" in details
 
 
+def test_calls_that_wait_to_be_encoded_count_as_open() -> None:
+    engine = StubEngine(queue_limit=1, slots=2, tokenizer=StubTokenizer(seconds=0.2))
+    with serving(engine, ServerConfig(tokenizer_threads=1)) as served:
+        calls = [served.stub.Generate.future(ask()) for _ in range(5)]
+        codes = [call.code() for call in calls]
+        assert codes.count(grpc.StatusCode.RESOURCE_EXHAUSTED) >= 2
+        assert served.stub.Generate(ask()).outputs  # and they count no longer
+
+
 def test_a_server_that_loads_is_unavailable() -> None:
     with serving(None) as served:
         code, details, _ = refusal(lambda: served.stub.Generate(ask()))
@@ -246,6 +257,7 @@ def test_a_huge_value_is_not_echoed_back(served: Served) -> None:
     request = pb.GenerateRequest(chat=pb.Chat(messages=[pb.ChatMessage(role="🫠" * 100_000, content="x")]))
     code, details, _ = refusal(lambda: served.stub.Generate(request))
     assert code is INVALID and len(details) < 1000
+    assert len(clear_message(RequestError("🫠" * 10**6))) < 600
 
 
 # -- message limits ----------------------------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ BYTES = tokenizer_of()
 # Few letters and many of their combinations: stops overlap, begin inside one another and end in the middle of tokens.
 LETTERS = tokenizer_of(b"ab", b"ba", b"aab", b"abab", b"bb", b"", b"a\xc3", b"\xa9b", b" a", b" ", strips=True)
 LETTER_IDS = st.sampled_from([ord("a"), ord("b"), SPECIAL, *range(257, 267)])
-STOPS = st.lists(st.text("ab é", min_size=1, max_size=4), max_size=4)
+STOPS = st.lists(st.sampled_from(["a", "b", "ab", "ba", "bb", "aba", "abab", "bab", "é", "éb", "b a", " "]), max_size=4)
 
 
 def run(
@@ -160,6 +160,11 @@ def test_the_earliest_stop_wins_and_then_the_longest():
     assert Detokenizer(tokenizer, stop=["three", "two"]).feed([257]) == Piece("one ", StopCut(1, "two"))
 
 
+def test_a_stop_inside_the_beginning_of_another_is_found():
+    detokenizer = Detokenizer(BYTES, stop=["abcd", "bc"])
+    assert detokenizer.feed(list(b"xabc")) == Piece("xa", StopCut(4, "bc"))
+
+
 def test_a_tail_that_could_have_been_a_stop_is_flushed():
     detokenizer = Detokenizer(BYTES, stop=["END\n"])
     assert detokenizer.feed(list(b"the END")).text == "the "
@@ -206,6 +211,19 @@ def test_work_for_a_token_does_not_grow_with_the_text():
     per_token(detokenizer, 100_000)
     late = min(per_token(detokenizer, 2_000) for _ in range(3))
     assert late < 3 * early
+
+
+def test_a_step_of_32_rows_costs_well_under_a_third_of_a_millisecond():
+    stops = ["\n\nUser:", "</answer>", "Observation: ", "#### END ####"]
+    tokenizer = tokenizer_of(b" the", b"er and", b" #", b"<")
+    rows = [Detokenizer(tokenizer, stop=stops) for _ in range(32)]
+    times = []
+    for step in range(200):
+        begin = time.thread_time()
+        for i, row in enumerate(rows):
+            row.feed((257 + (step + i) % 4,))
+        times.append(time.thread_time() - begin)
+    assert sorted(times)[len(times) // 2] < 0.3e-3
 
 
 def test_long_stops_cost_no_more_than_short_ones():

@@ -55,6 +55,13 @@ def test_bpe_of_every_pre_tokenizer_gives_llama_cpps_ids(tmp_path: Path, pre: st
     check_table(load(tmp_path, "gpt2", BPE, pre=pre), rows)
 
 
+def test_a_word_that_is_a_token_needs_no_merges_by_llama3s_rule(tmp_path: Path):
+    content = BPE | {"tokens": [*BPE["tokens"], "Ġzqzq"], "types": [*BPE["types"], 1]}
+    whole = [len(BPE["tokens"])]
+    assert load(tmp_path, "gpt2", content, pre="llama-bpe").encode(" zqzq", add_bos=False) == whole
+    assert load(tmp_path, "gpt2", content, pre="gpt-2").encode(" zqzq", add_bos=False) != whole
+
+
 @pytest.mark.parametrize("kind", ["prefix", "bare"])
 def test_sentencepiece_gives_llama_cpps_ids(tmp_path: Path, kind: str):
     tokenizer = load(tmp_path, "llama", SENTENCEPIECE[kind], add_space_prefix=kind == "prefix")

@@ -230,7 +230,7 @@ class ModelInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ModelInfoResponse(_message.Message):
-    __slots__ = ("name", "architecture", "vocab", "max_len", "dtype", "device", "attention_backend", "parameters", "pool_tokens", "bos_id", "eos_ids", "has_chat_template", "max_message_bytes", "max_prompt_bytes", "max_id_bytes", "max_samples", "max_logprobs", "max_stop_strings", "max_stop_string_bytes", "max_stop_ids", "max_logit_bias", "max_allowed_ids", "max_chat_messages")
+    __slots__ = ("name", "architecture", "vocab", "max_len", "dtype", "device", "attention_backend", "parameters", "pool_tokens", "bos_id", "eos_ids", "has_chat_template", "max_message_bytes", "max_prompt_bytes", "max_id_bytes", "max_samples", "max_logprobs", "max_stop_strings", "max_stop_string_bytes", "max_stop_ids", "max_logit_bias", "max_allowed_ids", "max_chat_messages", "max_open_calls")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ARCHITECTURE_FIELD_NUMBER: _ClassVar[int]
     VOCAB_FIELD_NUMBER: _ClassVar[int]
@@ -254,6 +254,7 @@ class ModelInfoResponse(_message.Message):
     MAX_LOGIT_BIAS_FIELD_NUMBER: _ClassVar[int]
     MAX_ALLOWED_IDS_FIELD_NUMBER: _ClassVar[int]
     MAX_CHAT_MESSAGES_FIELD_NUMBER: _ClassVar[int]
+    MAX_OPEN_CALLS_FIELD_NUMBER: _ClassVar[int]
     name: str
     architecture: str
     vocab: int
@@ -277,7 +278,8 @@ class ModelInfoResponse(_message.Message):
     max_logit_bias: int
     max_allowed_ids: int
     max_chat_messages: int
-    def __init__(self, name: _Optional[str] = ..., architecture: _Optional[str] = ..., vocab: _Optional[int] = ..., max_len: _Optional[int] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., attention_backend: _Optional[str] = ..., parameters: _Optional[int] = ..., pool_tokens: _Optional[int] = ..., bos_id: _Optional[int] = ..., eos_ids: _Optional[_Iterable[int]] = ..., has_chat_template: _Optional[bool] = ..., max_message_bytes: _Optional[int] = ..., max_prompt_bytes: _Optional[int] = ..., max_id_bytes: _Optional[int] = ..., max_samples: _Optional[int] = ..., max_logprobs: _Optional[int] = ..., max_stop_strings: _Optional[int] = ..., max_stop_string_bytes: _Optional[int] = ..., max_stop_ids: _Optional[int] = ..., max_logit_bias: _Optional[int] = ..., max_allowed_ids: _Optional[int] = ..., max_chat_messages: _Optional[int] = ...) -> None: ...
+    max_open_calls: int
+    def __init__(self, name: _Optional[str] = ..., architecture: _Optional[str] = ..., vocab: _Optional[int] = ..., max_len: _Optional[int] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., attention_backend: _Optional[str] = ..., parameters: _Optional[int] = ..., pool_tokens: _Optional[int] = ..., bos_id: _Optional[int] = ..., eos_ids: _Optional[_Iterable[int]] = ..., has_chat_template: _Optional[bool] = ..., max_message_bytes: _Optional[int] = ..., max_prompt_bytes: _Optional[int] = ..., max_id_bytes: _Optional[int] = ..., max_samples: _Optional[int] = ..., max_logprobs: _Optional[int] = ..., max_stop_strings: _Optional[int] = ..., max_stop_string_bytes: _Optional[int] = ..., max_stop_ids: _Optional[int] = ..., max_logit_bias: _Optional[int] = ..., max_allowed_ids: _Optional[int] = ..., max_chat_messages: _Optional[int] = ..., max_open_calls: _Optional[int] = ...) -> None: ...
 
 class LoadRequest(_message.Message):
     __slots__ = ()
