@@ -10,6 +10,7 @@ import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 
 from jaxserve.request import Chunk, FinishReason, Request
 from jaxserve.text import Tokenizer
@@ -101,9 +102,9 @@ def merge(chunks: Sequence[Chunk]) -> Chunk:
     prompts = [chunk.prompt_logprobs for chunk in chunks if chunk.prompt_logprobs is not None]
     return replace(
         last,
-        token_ids=sum((chunk.token_ids for chunk in chunks), ()),
+        token_ids=tuple(chain.from_iterable(chunk.token_ids for chunk in chunks)),
         text="".join(texts) if texts else None,
-        logprobs=sum(logprobs, ()) if logprobs else None,
+        logprobs=tuple(chain.from_iterable(logprobs)) if logprobs else None,
         prompt_logprobs=prompts[0] if prompts else None,
     )
 

@@ -33,7 +33,7 @@ class ServerConfig:
     max_message_mb: int = option(64, "largest gRPC message in MiB, both ways", "service")
     max_prompt_mb: int = option(4, "longest prompt text in MiB (a chat's contents together)", "service")
     tokenizer_threads: int = option(2, "threads that encode prompts and render chat templates", "service")
-    log_level: LogLevel = option("info", "what goes to stderr", "service")
+    log_level: LogLevel = option("info", "what goes to stderr", "service")  # noqa: RUF009  (it is dataclasses.field)
 
     def __post_init__(self) -> None:
         if not self.host:

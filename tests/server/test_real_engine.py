@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,16 +101,17 @@ def test_chat_text_stops_and_logprobs_come_through(served: Served) -> None:
     assert cut.text == whole.text[: whole.text.index(stop)] and cut.finish.stop_string == stop
 
 
-def test_limits_of_the_real_engine_are_refused_by_name(served: Served) -> None:
-    for request, field in (
-        (ask([1] * 600), "token_ids"),
-        (ask([600]), "prompt"),
-        (ask([1], stop_token_ids=[600]), "stop_token_ids"),
-    ):
-        with pytest.raises(grpc.RpcError) as caught:
-            served.stub.Generate(request)
-        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-        assert dict(caught.value.trailing_metadata())["jaxserve-field"] == field
+@pytest.mark.parametrize(
+    ("request_", "field"),
+    [(ask([1] * 600), "token_ids"), (ask([600]), "prompt"), (ask([1], stop_token_ids=[600]), "stop_token_ids")],
+)
+def test_limits_of_the_real_engine_are_refused_by_name(
+    served: Served, request_: pb.GenerateRequest, field: str
+) -> None:
+    with pytest.raises(grpc.RpcError) as caught:
+        served.stub.Generate(request_)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert dict(caught.value.trailing_metadata())["jaxserve-field"] == field
 
 
 def test_a_batch_file_runs_through_the_real_engine(
@@ -148,23 +148,37 @@ class Streamed:
 @pytest.mark.full
 @pytest.mark.parametrize(("name", "model"), [("smollm2", "smollm2-135m-instruct"), ("gemma3", "gemma3-270m")])
 def test_the_reference_items_stream_together_over_grpc(shared: Path, name: str, model: str) -> None:
-    items = load_items(shared / "reference" / f"{name}.json")
-    engine = load_engine(EngineConfig(model=model, dtype="float32", slots=16, max_len=1024, accelerator="cpu"))
+    """Texts and chats as a client sends them: the ids they become, and the tokens that come back."""
+    path = shared / "reference" / f"{name}.json"
+    items, raws = load_items(path), json.loads(path.read_text())["items"]
+    lean = {"dtype": "float32", "slots": 16, "max_len": 1024, "accelerator": "cpu", "batch_invariant": True}
+    engine = load_engine(EngineConfig(model=model, **lean))
     with serving(engine) as served:
-        sent = time.monotonic()
-        calls = [
-            served.stub.GenerateStream(
-                ask(list(item.prompt_ids), max_tokens=PARAMS.max_tokens, logprobs=PARAMS.logprobs)
-            )
-            for item in items
-        ]
-        outputs = []
-        for call in calls:
-            messages = list(call)
-            ids = tuple(i for message in messages for i in message.token_ids)
-            outputs.append(Streamed(ids, tuple(entry for message in messages for entry in message.logprobs)))
-        assert time.monotonic() - sent < 600
-        assert_matches(items, outputs)  # pyright: ignore[reportArgumentType]  (the two fields that it reads)
-        texts = [item.prompt for item in items if item.prompt is not None]
-        tokenized = [tuple(served.stub.Tokenize(pb.TokenizeRequest(text=text)).token_ids) for text in texts]
-        assert tokenized == [item.prompt_ids for item in items if item.prompt is not None]
+        has_template = served.stub.ModelInfo(pb.ModelInfoRequest()).has_chat_template
+        requests = [prompt_of(raw, has_template) for raw in raws]
+        for request, item in zip(requests, items, strict=True):
+            if request.WhichOneof("prompt") != "token_ids":
+                assert tuple(served.stub.Tokenize(tokenize_of(request)).token_ids) == item.prompt_ids
+        calls = [served.stub.GenerateStream(request) for request in requests]
+        assert_matches(items, [streamed(list(call)) for call in calls])  # pyright: ignore[reportArgumentType]
+
+
+def prompt_of(raw: dict, has_template: bool) -> pb.GenerateRequest:
+    """As text or chat; as ids where the checkpoint brings no chat template."""
+    params = pb.SamplingParams(temperature=0, max_tokens=PARAMS.max_tokens, ignore_eos=True, logprobs=PARAMS.logprobs)
+    if "messages" in raw and not has_template:
+        return pb.GenerateRequest(token_ids=pb.TokenIds(ids=raw["prompt_ids"]), params=params)
+    if "messages" in raw:
+        return pb.GenerateRequest(chat=pb.Chat(messages=[pb.ChatMessage(**m) for m in raw["messages"]]), params=params)
+    return pb.GenerateRequest(text=raw["prompt"], params=params)
+
+
+def tokenize_of(request: pb.GenerateRequest) -> pb.TokenizeRequest:
+    if request.HasField("chat"):
+        return pb.TokenizeRequest(chat=request.chat)
+    return pb.TokenizeRequest(text=request.text)
+
+
+def streamed(messages: list[pb.Output]) -> Streamed:
+    ids = tuple(i for message in messages for i in message.token_ids)
+    return Streamed(ids, tuple(entry for message in messages for entry in message.logprobs))
