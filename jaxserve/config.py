@@ -42,7 +42,7 @@ class EngineConfig:
     queue_limit: int = option(1024, "waiting sequences before a request is refused", "scheduling")
     prefill_chunk: int = option(256, "most tokens of one prompt computed in one call", "scheduling")
     prefill_tokens: int = option(256, "most tokens computed in one prefill call (rows x chunk)", "scheduling")
-    max_decode_wait: float = option(0.25, "seconds a streaming row may wait for one prefill call", "scheduling")
+    max_decode_wait: float = option(0.5, "seconds a streaming row may wait for one prefill call", "scheduling")
     prefix_reuse: bool = option(True, "share pages between equal prefixes", "scheduling")
     batch_invariant: bool = option(
         False, "one decode and one prefill shape: a row's bits never depend on its mates", "scheduling"

@@ -8,11 +8,12 @@ from __future__ import annotations
 import importlib.util
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 from jax import Device
 from jax.sharding import Mesh
 from rich.console import Console
@@ -20,6 +21,7 @@ from rich.table import Table
 
 from checkpoints.hub import resolve
 from jaxserve.buckets import decode_buckets, prefill_buckets
+from jaxserve.catalogue import Catalogue
 from jaxserve.config import EngineConfig, SchedulerConfig
 from jaxserve.device.sharding import make_mesh
 from jaxserve.device.steps import Model, Params
@@ -46,12 +48,12 @@ def load_engine(config: EngineConfig, *, console: Console | None = None) -> Engi
     tokenizer = load_tokenizer(files)
     model, params = load_params(files, dtype=dtype, mesh=mesh)
     loaded = time.perf_counter()
-    scheduler = size_scheduler(config, model=model, params=params, mesh=mesh)
     backend = "xla" if config.attention_backend == "auto" else config.attention_backend
-    runner = Runner(model, params, config=config, scheduler=scheduler, mesh=mesh, backend=backend)
+    catalogue = plan_memory(config, model=model, params=params, mesh=mesh, backend=backend)
+    runner = Runner(params, catalogue)
     misses = compile_counter().cache_misses
     seconds = runner.warm_up()
-    scheduler = replace(scheduler, prefill_seconds=seconds)
+    scheduler = replace(catalogue.scheduler, prefill_seconds=seconds)
     info = ModelInfo(
         name=files.name,
         architecture=model.config.architecture,
@@ -102,46 +104,52 @@ def use_compile_cache(folder: str) -> None:
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
-def size_scheduler(config: EngineConfig, *, model: Model, params: Params, mesh: Mesh) -> SchedulerConfig:
-    """max_len, pages and buckets: what is fixed before the first program is compiled."""
-    shape = model.shape
+def plan_memory(config: EngineConfig, *, model: Model, params: Params, mesh: Mesh, backend: str) -> Catalogue:
+    """max_len, pages, buckets: what is fixed before the first program is compiled."""
+    shape, page_size = model.shape, config.page_size
     if config.max_len > shape.max_position:
         raise ValueError(f"max_len={config.max_len} is above the model's context of {shape.max_position}")
     max_len = config.max_len or min(shape.max_position, DEFAULT_MAX_LEN)
-    page_size = config.page_size
-    itemsize = jax.tree.leaves(params)[0].dtype.itemsize
+
+    def catalogue(pages: int) -> Catalogue:
+        scheduler = SchedulerConfig(
+            slots=config.slots,
+            page_size=page_size,
+            num_pages=pages + 1,  # page 0 is scrap
+            max_len=max_len,
+            queue_limit=config.queue_limit + config.slots,
+            prefix_reuse=config.prefix_reuse,
+            max_decode_wait=config.max_decode_wait,
+            decode_buckets=decode_buckets(config),
+            prefill_buckets=prefill_buckets(config, max_len),
+            batch_invariant=config.batch_invariant,
+        )
+        return Catalogue.of(model, scheduler, config, mesh=mesh, backend=backend)
+
+    if config.pool != "auto":
+        return catalogue(-(-int(config.pool) // page_size))
+    itemsize = jnp.dtype(model.dtype).itemsize
     page_bytes = shape.layers * 2 * shape.kv_heads * page_size * shape.head_dim * itemsize // mesh.size
-    if config.pool == "auto":
-        full = config.slots * -(
-            -max_len // page_size
-        )  # more than every slot at max_len helps nobody but the prefix table
-        pages = min(full, pool_bytes(config, mesh) // page_bytes)
-    else:
-        pages = -(-int(config.pool) // page_size)
-    return SchedulerConfig(
-        slots=config.slots,
-        page_size=page_size,
-        num_pages=pages + 1,
-        max_len=max_len,
-        queue_limit=config.queue_limit + config.slots,
-        prefix_reuse=config.prefix_reuse,
-        max_decode_wait=config.max_decode_wait,
-        decode_buckets=decode_buckets(config),
-        prefill_buckets=prefill_buckets(config, max_len),
-        batch_invariant=config.batch_invariant,
-    )
+    smallest = -(-max_len // page_size)
+    budget = pool_bytes(config, mesh, lambda: catalogue(smallest).largest_temporaries(params))
+    # More than every slot at max_len would help nobody but the prefix table.
+    return catalogue(min(config.slots * smallest, budget // page_bytes))
 
 
-def pool_bytes(config: EngineConfig, mesh: Mesh) -> int:
+def pool_bytes(config: EngineConfig, mesh: Mesh, temporaries: Callable[[], int]) -> int:
     """What `--pool auto` may take on each device: on cpu a stated share of the RAM that is available, elsewhere a share
-    of what the weights left, less room for the largest program's temporaries."""
+    of what weights and the largest program's temporaries leave."""
     device = mesh.devices.flat[0]
     if device.platform == "cpu":
         return int(_available_ram() * config.cpu_pool_fraction)
     stats = device.memory_stats() or {}
     if "bytes_limit" not in stats:
         raise ValueError(f"{device.device_kind} does not tell its memory: name the pool's tokens with --pool")
-    return int((stats["bytes_limit"] - stats["bytes_in_use"]) * config.memory_fraction)
+    left = stats["bytes_limit"] - stats["bytes_in_use"] - temporaries()
+    if left <= 0:
+        gib = stats["bytes_limit"] / 2**30
+        raise ValueError(f"the weights and the programs' temporaries leave no room for a KV pool in {gib:.1f} GiB")
+    return int(left * config.memory_fraction)
 
 
 def _available_ram() -> int:

@@ -25,6 +25,7 @@ FLOORS = {
     "jaxserve.streams": 6,
     "jaxserve.limits": 6,
     "jaxserve.runner": 5,
+    "jaxserve.catalogue": 5,
     "jaxserve.programs": 5,
     "jaxserve.batch": 4,
     "jaxserve.sched": 3,

@@ -32,6 +32,11 @@ class Model(Protocol):
     @property
     def shape(self) -> ModelShape: ...
 
+    @property
+    def dtype(self) -> str:
+        """Of activations and KV: float32 or bfloat16."""
+        ...
+
     def forward(
         self, params: Params, tokens: Array, positions: Array, pool: KVPool, attend: Attend
     ) -> tuple[Array, KVPool]:

@@ -1,15 +1,39 @@
 """Paged attention in plain XLA: a loop over blocks of positions with a running softmax.
 
-The number of blocks visited follows the longest row (and the window), never the page table's width.  Block borders
-stand at absolute positions whatever the page size, and a block that a row does not see changes no bit of its result."""
+Block borders stand at absolute positions whatever the page size, each row visits only the blocks it sees, and a block
+visited in vain (a longer mate is still at work) changes no bit of the row.  So the cost follows the lengths and the
+window, never the page table's width, and a row's result does not depend on its mates.
+
+Forms and block lengths are chosen for XLA's CPU backend, where small batched dots are slow: few queries are scored by
+multiply and reduce, many by a dot.  Any backend runs it."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
 
-BLOCK = 128  # positions a loop step
 LOWEST = -1e30  # a score never reached; finite, so that the difference of two is 0 and not NaN
+
+
+class _Rows(NamedTuple):
+    """W rows of a step, as the loop needs them.  Q queries, G = N / K query heads a kv head, P pages."""
+
+    query: Array  # [W, K, Q, G, H]
+    position: Array  # [W, Q] int32  -1 = no query
+    table: Array  # [W, P] int32  row of the pool that holds each page
+    low: Array  # [W] int32  lowest position any query sees
+    high: Array  # [W] int32  one past the highest
+
+
+class _Softmax(NamedTuple):
+    """The running softmax of W rows, float32."""
+
+    top: Array  # [W, K, Q, G]  highest score so far
+    total: Array  # [W, K, Q, G]  sum of exp(score - top)
+    out: Array  # [W, K, Q, G, H]  sum of exp(score - top) * value
 
 
 def paged_attention(
@@ -27,61 +51,147 @@ def paged_attention(
     softcap: float,
 ) -> Array:
     """q: [R, Q, N, H] -> [R, Q, N, H].  See the package's `paged_attention`."""
-    rows, queries, heads, head_dim = q.shape
+    num_rows, queries, heads, head_dim = q.shape
     kv_heads, page_size = data.shape[2:4]
-    block = _block_len(page_size)
-    compute = q.dtype if scale is None and data.dtype == q.dtype else jnp.float32
-    precision = lax.Precision.HIGHEST if compute == jnp.float32 else lax.Precision.DEFAULT
-    query = q.reshape(rows, queries, kv_heads, heads // kv_heads, head_dim).astype(compute)
-    i = jnp.arange(queries, dtype=jnp.int32)
-    position = (kv_len - q_len)[:, None] + i  # [R, Q]
-    is_query = (i < q_len[:, None]) & (kv_len > 0)[:, None]
+    group = heads // kv_heads
+    is_dot = num_rows == 1 or queries * group > 8
+    block = _block_len(page_size, 64 if not is_dot else 128 if num_rows > 1 or queries > 1 else 256)
 
-    def fetch(array, j):
-        """Block j of every row, of the pool or its scales: [L*NP, 2, K, T, ...] -> [2, R, K, block, ...]"""
-        if page_size > block:
-            parts = page_size // block
-            array = array.reshape(*array.shape[:3], parts, block, *array.shape[4:])
-            page = lax.dynamic_index_in_dim(table, j // parts, 1, keepdims=False)
-            return jnp.moveaxis(array[page, :, :, j % parts], 1, 0)
-        page = lax.dynamic_slice_in_dim(table, j * (block // page_size), block // page_size, 1)
-        got = jnp.moveaxis(array[page], (2, 1), (0, 3))  # [2, R, K, pages, T, ...]
-        return got.reshape(2, rows, kv_heads, block, *array.shape[4:])
-
-    def attend_block(carry):
-        j, top, total, out = carry
-        kv = fetch(data, j).astype(compute)
-        if scale is not None:
-            kv = kv * fetch(scale, j).astype(compute)[..., None]
-        at = j * block + jnp.arange(block, dtype=jnp.int32)
-        sees = (at <= position[..., None]) & is_query[..., None]  # [R, Q, block]
-        sees &= (window <= 0) | (at > position[..., None] - window)
-        value = jnp.where(sees.any(1)[:, None, :, None], kv[1], 0)
-        sees = sees[:, None, None]
-        score = jnp.einsum("rqkgh,rksh->rkgqs", query, kv[0], precision=precision, preferred_element_type=jnp.float32)
-        score = score * scale_factor
+    def attend_block(step: Array, rows: _Rows, state: _Softmax) -> _Softmax:
+        index = rows.low // block + step  # [W]  each row's own block; past `high` nothing is seen
+        at = index[:, None] * block + jnp.arange(block, dtype=jnp.int32)  # [W, B]
+        key, value = (_fetch(data, scale, rows.table, index, side, block=block) for side in (0, 1))
+        sees = at[:, None] <= rows.position[..., None]  # [W, Q, B]
+        sees &= (window <= 0) | (at[:, None] > rows.position[..., None] - window)
+        sees = sees[:, None, :, None]
+        holds = (at >= rows.low[:, None]) & (at < rows.high[:, None])  # [W, B]
+        value = jnp.where(holds[:, None, :, None], value, 0)
+        score = _scores(rows.query, key, is_dot=is_dot) * scale_factor  # [W, K, Q, G, B]
         if softcap:
             score = softcap * jnp.tanh(score / softcap)
         score = jnp.where(sees, score, LOWEST)
-        new_top = jnp.maximum(top, score.max(-1))
-        weight = jnp.where(sees, jnp.exp(score - new_top[..., None]), 0)
-        keep = jnp.exp(top - new_top)
-        add = jnp.einsum("rkgqs,rksh->rkgqh", weight.astype(compute), value, precision=precision, preferred_element_type=jnp.float32)
-        return j + 1, new_top, total * keep + weight.sum(-1), out * keep[..., None] + add
+        top = jnp.maximum(state.top, score.max(-1))
+        weight = jnp.where(sees, jnp.exp(score - top[..., None]), 0)
+        keep = jnp.exp(state.top - top)
+        out = state.out * keep[..., None] + _weighted_sum(weight, value, is_dot=is_dot)
+        return _Softmax(top, state.total * keep + weight.sum(-1), out)
 
-    pages_per_block = max(1, block // page_size)
-    table = layer * num_pages + jnp.pad(page_table, ((0, 0), (0, -page_table.shape[1] % pages_per_block)))
-    start = jnp.where(window > 0, jnp.where(is_query, position, jnp.iinfo(jnp.int32).max).min() - window + 1, 0)
-    begin, end = jnp.maximum(start, 0) // block, -(-jnp.where(q_len > 0, kv_len, 0).max() // block)
-    shape = (rows, kv_heads, heads // kv_heads, queries)
-    state = begin, jnp.full(shape, LOWEST, jnp.float32), jnp.zeros(shape, jnp.float32), jnp.zeros((*shape, head_dim), jnp.float32)
-    _, _, total, out = lax.while_loop(lambda carry: carry[0] < end, attend_block, state)
-    out = out / jnp.where(total > 0, total, 1)[..., None]
-    return jnp.moveaxis(out, 3, 1).reshape(q.shape).astype(q.dtype)
+    rows = _prepare(q, layer * num_pages + page_table, kv_len, q_len, window, kv_heads=kv_heads)
+    state = _loop(attend_block, rows, block=block, min_width=1 if is_dot else 2)
+    out = state.out / jnp.where(state.total > 0, state.total, 1)[..., None]
+    return out.transpose(0, 2, 1, 3, 4).reshape(q.shape).astype(q.dtype)
 
 
-def _block_len(page_size: int) -> int:
-    """BLOCK when pages and blocks fit each other, else the most whole pages within it, or one page."""
-    if page_size % BLOCK == 0:
-        return BLOCK
-    return max(1, BLOCK // page_size) * page_size
+def _block_len(page_size: int, target: int) -> int:
+    """Positions a step: `target` when pages divide it or it divides a page, else as many whole pages, at least one."""
+    return target if page_size % target == 0 else max(1, target // page_size) * page_size
+
+
+def _prepare(q: Array, table: Array, kv_len: Array, q_len: Array, window: Array, *, kv_heads: int) -> _Rows:
+    num_rows, queries, heads, head_dim = q.shape
+    query = q.reshape(num_rows, queries, kv_heads, heads // kv_heads, head_dim).transpose(0, 2, 1, 3, 4)
+    q_len = jnp.where(kv_len > 0, q_len, 0)
+    i = jnp.arange(queries, dtype=jnp.int32)
+    start = kv_len - q_len
+    position = jnp.where(i < q_len[:, None], start[:, None] + i, -1)
+    high = jnp.where(q_len > 0, kv_len, 0)
+    low = jnp.where((window > 0) & (q_len > 0), jnp.maximum(start - window + 1, 0), 0)
+    return _Rows(query, position, table, low, high)
+
+
+def _loop(
+    attend_block: Callable[[Array, _Rows, _Softmax], _Softmax], rows: _Rows, *, block: int, min_width: int
+) -> _Softmax:
+    """Runs the blocks of all rows, longest rows first and together, dropping the rows that have ended."""
+    num_rows = rows.query.shape[0]
+    state = _Softmax(
+        jnp.full(rows.query.shape[:-1], LOWEST, jnp.float32),
+        jnp.zeros(rows.query.shape[:-1], jnp.float32),
+        jnp.zeros(rows.query.shape, jnp.float32),
+    )
+    steps = -(-rows.high // block) - rows.low // block  # [R]
+    widths = sorted({max(min_width, num_rows * part // 4) for part in (4, 3, 2, 1)}, reverse=True)
+    order = jnp.argsort(-steps)
+    rows, steps = _Rows(*(field[order] for field in rows)), steps[order]
+    step, ended = jnp.int32(0), []
+    for width, narrower in zip(widths, widths[1:] + [0], strict=True):
+        rows, state = (type(part)(*(field[:width] for field in part)) for part in (rows, state))
+        until = steps[narrower]
+
+        def advance(carry: tuple[Array, _Softmax], rows: _Rows = rows) -> tuple[Array, _Softmax]:
+            return carry[0] + 1, attend_block(carry[0], rows, carry[1])
+
+        step, state = lax.while_loop(lambda carry, until=until: carry[0] < until, advance, (step, state))
+        ended.append(_Softmax(*(field[narrower:] for field in state)))
+    back = jnp.argsort(order)
+    return _Softmax(*(jnp.concatenate(parts[::-1])[back] for parts in zip(*ended, strict=True)))
+
+
+def _fetch(data: Array, scale: Array | None, table: Array, index: Array, side: int, *, block: int) -> Array:
+    """Block `index` [W] of each row's keys (side 0) or values (side 1) -> [W, K, B, H]."""
+    block_of = _page_blocks(data, table, index, side, block=block)
+    if scale is None:
+        return block_of
+    return block_of.astype(jnp.float32) * _page_blocks(scale[..., None], table, index, side, block=block)
+
+
+def _page_blocks(data: Array, table: Array, index: Array, side: int, *, block: int) -> Array:
+    """[L * NP, 2, K, T, H] -> [W, K, B, H]"""
+    pool_rows, _, kv_heads, page_size, head_dim = data.shape
+    num_rows = table.shape[0]
+    if page_size > block:
+        parts = page_size // block
+        column = jnp.minimum(index // parts, table.shape[1] - 1)
+        page = jnp.take_along_axis(table, column[:, None], 1)[:, 0] * 2 + side
+        split = data.reshape(pool_rows * 2, kv_heads, parts, block, head_dim)
+        return split.at[page, :, index % parts].get(mode="promise_in_bounds")
+    pages = block // page_size
+    column = index[:, None] * pages + jnp.arange(pages, dtype=jnp.int32)
+    page = jnp.take_along_axis(table, jnp.minimum(column, table.shape[1] - 1), 1) * 2 + side  # [W, pages]
+    if pages == 1:  # whole pages: one contiguous piece each, the fastest gather
+        flat = data.reshape(pool_rows * 2, -1).at[page[:, 0]].get(mode="promise_in_bounds")
+        return flat.reshape(num_rows, kv_heads, block, head_dim)
+    got = data.reshape(pool_rows * 2, kv_heads, page_size, head_dim).at[page].get(mode="promise_in_bounds")
+    return got.transpose(0, 2, 1, 3, 4).reshape(num_rows, kv_heads, block, head_dim)
+
+
+def _scores(query: Array, key: Array, *, is_dot: bool) -> Array:
+    """query [W, K, Q, G, H], key [W, K, B, H] -> [W, K, Q, G, B] float32"""
+    flat = query.reshape(*query.shape[:2], -1, query.shape[-1])  # [W, K, Q * G, H]
+    if is_dot:
+        flat, key = _common(flat, key)
+        score = lax.dot_general(
+            key,
+            flat,
+            (((3,), (3,)), ((0, 1), (0, 1))),
+            precision=_precision(key),
+            preferred_element_type=jnp.float32,
+        ).swapaxes(2, 3)
+    else:
+        score = (flat.astype(jnp.float32)[:, :, :, None] * key.astype(jnp.float32)[:, :, None]).sum(-1)
+    return score.reshape(*query.shape[:-1], key.shape[2])
+
+
+def _weighted_sum(weight: Array, value: Array, *, is_dot: bool) -> Array:
+    """weight [W, K, Q, G, B] float32, value [W, K, B, H] -> [W, K, Q, G, H] float32"""
+    flat = weight.reshape(*weight.shape[:2], -1, weight.shape[-1])  # [W, K, Q * G, B]
+    if is_dot:
+        out = lax.dot_general(
+            flat.astype(value.dtype),
+            value,
+            (((3,), (2,)), ((0, 1), (0, 1))),
+            precision=_precision(value),
+            preferred_element_type=jnp.float32,
+        )
+    else:
+        out = (flat[..., None] * value.astype(jnp.float32)[:, :, None]).sum(3)
+    return out.reshape(*weight.shape[:-1], value.shape[-1])
+
+
+def _common(a: Array, b: Array) -> tuple[Array, Array]:
+    dtype = jnp.promote_types(a.dtype, b.dtype)
+    return a.astype(dtype), b.astype(dtype)
+
+
+def _precision(operand: Array) -> lax.Precision:
+    return lax.Precision.HIGHEST if operand.dtype == jnp.float32 else lax.Precision.DEFAULT

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from checkpoints.hub import resolve
+from jaxserve.catalogue import Catalogue
 from jaxserve.config import EngineConfig, SchedulerConfig
 from jaxserve.device.sharding import make_mesh
 from jaxserve.models.loading import load_params
@@ -36,7 +37,7 @@ def make_runner(folder: Path, tensor_parallel: int = 1) -> Runner:
         slots=3, page_size=T, num_pages=NP, max_len=256, queue_limit=8, decode_buckets=(ROWS,),
         prefill_buckets=((ROWS, CHUNK),),
     )  # fmt: skip
-    runner = Runner(model, params, config=EngineConfig(slots=3), scheduler=scheduler, mesh=mesh, backend="xla")
+    runner = Runner(params, Catalogue.of(model, scheduler, EngineConfig(slots=3), mesh=mesh, backend="xla"))
     runner.warm_up()
     return runner
 

@@ -1,0 +1,124 @@
+"""The list of programs an engine needs, with the shapes of everything they take.  Compiles and holds nothing itself.
+
+Names: "load", "decode R", "prefill RxQ", "score RxQ" (prompt logprobs of one row), "sample R"."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as Spec
+
+from jaxserve.config import EngineConfig, SchedulerConfig
+from jaxserve.device import steps
+from jaxserve.device.attention import POOL
+from jaxserve.device.slots import load_slot, load_width
+from jaxserve.device.state import KVPool, SlotShape, SlotState
+from jaxserve.device.steps import HEAD, Model, Params
+from jaxserve.programs import Programs, Wanted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Catalogue:
+    """What is compiled follows from these alone."""
+
+    model: Model
+    scheduler: SchedulerConfig
+    slot_shape: SlotShape
+    mesh: Mesh
+    backend: str  # of paged attention
+
+    @staticmethod
+    def of(model: Model, scheduler: SchedulerConfig, config: EngineConfig, *, mesh: Mesh, backend: str) -> Catalogue:
+        slot_shape = SlotShape(
+            slots=scheduler.slots, max_len=scheduler.max_len, vocab=model.shape.vocab, stop_ids=config.max_stop_ids,
+            biases=config.max_logit_bias, allowed_ids=config.max_allowed_ids,
+        )  # fmt: skip
+        return Catalogue(model=model, scheduler=scheduler, slot_shape=slot_shape, mesh=mesh, backend=backend)
+
+    @property
+    def replicated(self) -> NamedSharding:
+        return NamedSharding(self.mesh, Spec())
+
+    @property
+    def row_buckets(self) -> list[int]:
+        """Rows of the samplers: decode and prefill calls share them."""
+        return sorted({*self.scheduler.decode_buckets, *(rows for rows, _ in self.scheduler.prefill_buckets)})
+
+    @property
+    def packed_columns(self) -> int:
+        return HEAD + self.scheduler.pages_per_row
+
+    @property
+    def mask_words(self) -> int:
+        return -(-self.model.shape.vocab // 32)
+
+    def new_pool(self) -> KVPool:
+        return self._make_pool()()
+
+    def new_slots(self) -> SlotState:
+        return self._make_slots()()
+
+    def _make_pool(self):
+        make = partial(
+            KVPool.zeros, self.model.shape, pages=self.scheduler.num_pages, page_size=self.scheduler.page_size,
+            dtype=jnp.dtype(self.model.dtype),
+        )  # fmt: skip
+        return jax.jit(make, out_shardings=NamedSharding(self.mesh, POOL))
+
+    def _make_slots(self):
+        return jax.jit(partial(SlotState.empty, self.slot_shape), out_shardings=self.replicated)
+
+    def wanted(self, params: Params) -> Wanted:
+        """Every program.  A program's outputs are pinned to what its consumer was compiled for."""
+        shape, replicated, array = self.model.shape, self.replicated, self._array
+        weights = jax.tree.map(_abstract, params)
+        pool = _placed(self._make_pool().eval_shape(), NamedSharding(self.mesh, POOL))
+        slots = _placed(self._make_slots().eval_shape(), replicated)
+        common = {"backend": self.backend, "mesh": self.mesh}
+        forward_out = (replicated, NamedSharding(self.mesh, POOL))
+        load = jax.jit(partial(load_slot, shape=self.slot_shape), donate_argnums=0, out_shardings=replicated)
+        wanted: Wanted = {"load": (load, (slots, array(load_width(self.slot_shape))))}
+        for rows in self.scheduler.decode_buckets:
+            step = jax.jit(partial(steps.decode, self.model, **common), donate_argnums=1, out_shardings=forward_out)
+            wanted[f"decode {rows}"] = (step, (weights, pool, slots, array(rows, self.packed_columns)))
+        for rows, chunk in self.scheduler.prefill_buckets:
+            packed = array(rows, self.packed_columns)
+            step = partial(steps.prefill, self.model, queries=chunk, **common)
+            step = jax.jit(step, donate_argnums=1, out_shardings=forward_out)
+            wanted[f"prefill {rows}x{chunk}"] = (step, (weights, pool, slots, packed))
+            score = jax.jit(partial(steps.prompt_logprobs, self.model), out_shardings=replicated)
+            hidden = array(rows, chunk, shape.width, dtype=self.model.dtype)
+            wanted[f"score {rows}x{chunk}"] = (score, (weights, hidden, slots, packed, array()))
+        draw = jax.jit(steps.sample, donate_argnums=0, out_shardings=replicated)
+        for rows in self.row_buckets:
+            logits, mask = array(rows, 1, shape.vocab, dtype="float32"), array(rows, self.mask_words, dtype="uint32")
+            wanted[f"sample {rows}"] = (draw, (slots, logits, array(rows), array(rows, self.packed_columns), mask))
+        return wanted
+
+    def largest_temporaries(self, params: Params) -> int:
+        """Bytes a device needs beside weights, pool and slots: by the compiler, of the largest prefill, decode and sampler."""
+        wanted, programs = self.wanted(params), Programs()
+        rows, chunk = max(self.scheduler.prefill_buckets, key=lambda bucket: bucket[0] * bucket[1])
+        names = (
+            f"prefill {rows}x{chunk}",
+            f"decode {self.scheduler.decode_buckets[-1]}",
+            f"sample {self.row_buckets[-1]}",
+        )
+        programs.compile({name: wanted[name] for name in names})
+        return max(info.temp_bytes for info in programs.infos)
+
+    def _array(self, *shape: int, dtype: str = "int32") -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=self.replicated)
+
+
+def _abstract(array: Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
+
+
+def _placed(tree, sharding: NamedSharding):
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), tree)
