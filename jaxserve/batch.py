@@ -105,7 +105,7 @@ def pack_masks(masks: dict[int, bytes], rows: int, vocab: int) -> np.ndarray:
 
 
 def read_call(call: Call, drawn: np.ndarray, scored: dict[int, np.ndarray]) -> list[RowOutcome]:
-    """drawn [rows_bucket, DRAWN_WIDTH] int32 and, for rows that asked, scored {row: [Q, SCORED_WIDTH]} -> outcomes."""
+    """drawn [rows_bucket, DRAWN_WIDTH] int32 and, for rows that asked, scored {row: [entries, SCORED_WIDTH]} -> outcomes."""
     assert drawn.shape[1] == DRAWN_WIDTH
     tokens = drawn[:, 0].tolist()
     is_nan = drawn[:, 1].tolist()
@@ -138,5 +138,5 @@ def _token_logprobs(token_id: int, words: np.ndarray, top: int) -> TokenLogprobs
 def _read_scored(row: Row, scored: np.ndarray) -> tuple[TokenLogprobs, ...]:
     """Entry i scores the token at `prompt_logprobs_from` + i + 1; the chunk's last query scores the token after it."""
     assert row.prompt_logprobs is not None and scored.shape[1] == SCORED_WIDTH
-    wanted = scored[row.prompt_logprobs_from - row.start : row.q_len]
+    wanted = scored[: row.start + row.q_len - row.prompt_logprobs_from]
     return tuple(_token_logprobs(int(words[0]), words[1:], row.prompt_logprobs) for words in wanted)

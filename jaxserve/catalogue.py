@@ -1,6 +1,7 @@
 """The list of programs an engine needs, with the shapes of everything they take.  Compiles and holds nothing itself.
 
-Names: "load", "decode R", "prefill RxQ", "score RxQ" (prompt logprobs of one row), "sample R"."""
+Names: "load", "decode R", "prefill RxQ", "score T" (prompt logprobs, T = R x Q of the
+prefill call), "sample R"."""
 
 from __future__ import annotations
 
@@ -92,8 +93,8 @@ class Catalogue:
             step = jax.jit(step, donate_argnums=1, out_shardings=forward_out)
             wanted[f"prefill {rows}x{chunk}"] = (step, (weights, pool, slots, packed))
             score = jax.jit(partial(steps.prompt_logprobs, self.model), out_shardings=replicated)
-            hidden = array(rows, chunk, shape.width, dtype=self.model.dtype)
-            wanted[f"score {rows}x{chunk}"] = (score, (weights, hidden, slots, packed, array()))
+            hidden = array(rows * chunk, shape.width, dtype=self.model.dtype)
+            wanted[f"score {rows * chunk}"] = (score, (weights, hidden, slots, array(3)))
         draw = jax.jit(steps.sample, donate_argnums=0, out_shardings=replicated)
         for rows in self.row_buckets:
             logits, mask = array(rows, 1, shape.vocab, dtype="float32"), array(rows, self.mask_words, dtype="uint32")

@@ -38,11 +38,14 @@ def check_request(
     _check_ids("allowed_token_ids", params.allowed_token_ids or (), vocab)
     _check_ids("banned_token_ids", params.banned_token_ids, vocab)
     _check_ids("stop_token_ids", params.stop_token_ids, vocab)
-    if params.allowed_token_ids and set(params.allowed_token_ids) <= set(params.banned_token_ids):
-        raise RequestError(
-            "every one of allowed_token_ids is banned: no token could be drawn", field="banned_token_ids"
-        )
     stops = set(params.stop_token_ids) | (set() if params.ignore_eos else set(eos_ids))
+    if params.allowed_token_ids is not None:
+        never = set(params.banned_token_ids) | (stops if params.min_tokens else set())
+        if set(params.allowed_token_ids) <= never:
+            raise RequestError(
+                "every one of allowed_token_ids is banned, or is a stop id that min_tokens holds back: no token could be drawn",
+                field="allowed_token_ids",
+            )
     _check_width("stop_token_ids", "max_stop_ids", len(stops), config.max_stop_ids)
     biases = set(params.logit_bias) | set(params.banned_token_ids)
     _check_width("logit_bias", "max_logit_bias", len(biases), config.max_logit_bias)

@@ -16,7 +16,7 @@ from jax import Array
 from jaxserve import batch
 from jaxserve.catalogue import Catalogue
 from jaxserve.device.state import KVPool, SlotState
-from jaxserve.device.steps import Forwarded, Params
+from jaxserve.device.steps import SCORE_BLOCK, Forwarded, Params
 from jaxserve.programs import Programs
 from jaxserve.sched.plan import Call, Outcome, Plan
 
@@ -26,12 +26,17 @@ class _PendingCall:
     call: Call
     packed: np.ndarray  # [R, HEAD + P] int32
     forwarded: Forwarded
-    scored: dict[int, Array]  # row -> [Q, SCORED_WIDTH]
+    scored: dict[
+        int, list[tuple[int, Array]]
+    ]  # row -> blocks of prompt logprobs: entries to skip, [block, SCORED_WIDTH]
     drawn: Array | None = None  # [R, DRAWN_WIDTH], once the sampler has been dispatched
 
     def outcomes(self):
         assert self.drawn is not None, "the sampler of this call was not dispatched"
-        scored = {row: np.asarray(values) for row, values in self.scored.items()}
+        scored = {
+            row: np.concatenate([np.asarray(block)[skip:] for skip, block in blocks])
+            for row, blocks in self.scored.items()
+        }
         return batch.read_call(self.call, np.asarray(self.drawn), scored)
 
 
@@ -116,12 +121,23 @@ class Runner:
     def _forward(self, call: Call, packed: np.ndarray, *, is_decode: bool) -> _PendingCall:
         name = f"decode {call.rows_bucket}" if is_decode else f"prefill {call.rows_bucket}x{call.queries}"
         forwarded, self.pool = self.programs[name](self.params, self.pool, self.slots, packed)
-        scored = {}
-        for i, row in enumerate(call.rows):
-            if row.prompt_logprobs is not None:
-                score = self.programs[f"score {call.rows_bucket}x{call.queries}"]
-                scored[i] = score(self.params, forwarded.hidden, self.slots, packed, np.int32(i))
+        scored = {
+            i: self._score(forwarded.hidden, call, i)
+            for i, row in enumerate(call.rows)
+            if row.prompt_logprobs is not None and row.prompt_logprobs_from < row.start + row.q_len
+        }
         return _PendingCall(call, packed, forwarded, scored)
+
+    def _score(self, hidden: Array, call: Call, index: int) -> list[tuple[int, Array]]:
+        """Prompt logprobs of one row, block by block.  -> (entries to skip, [block, SCORED_WIDTH])."""
+        row, total = call.rows[index], hidden.shape[0]
+        own, block = index * call.queries, min(total, SCORE_BLOCK)
+        blocks = []
+        for first in range(own + row.prompt_logprobs_from - row.start, own + row.q_len, block):
+            begin = min(first, total - block)  # a block never reaches past the call: it begins earlier instead
+            where = np.array([begin, row.slot, row.start + begin - own], np.int32)
+            blocks.append((first - begin, self.programs[f"score {total}"](self.params, hidden, self.slots, where)))
+        return blocks
 
     def _sample(self, pending: _PendingCall, masks: Mapping[int, bytes]) -> None:
         rows = pending.call.rows_bucket

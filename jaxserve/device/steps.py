@@ -22,6 +22,7 @@ from jaxserve.request import MAX_LOGPROBS
 HEAD = 4  # slot, q_len, start, flags: the columns of a packed call before its page table
 DRAWN_WIDTH = 4 + 2 * MAX_LOGPROBS  # token (-1 = none), is_nan, rank, logprob bits, top ids, top logprob bits
 SCORED_WIDTH = 3 + 2 * MAX_LOGPROBS  # token, rank, logprob bits, top ids, top logprob bits
+SCORE_BLOCK = 64  # positions scored at once: their logits are [64, V]
 
 Params = dict  # of arrays or QTensors, string keys
 
@@ -52,7 +53,7 @@ class Model(Protocol):
 class Forwarded:
     """What forward leaves for the sampler."""
 
-    hidden: Array  # [R, Q, D]
+    hidden: Array  # [R * Q, D], for prompt logprobs
     logits: Array  # [R, 1, V] float32, of each row's last query
     kv_len: Array  # [R] int32; 0 = the row was inert
 
@@ -67,7 +68,7 @@ def prefill(model: Model, params: Params, pool: KVPool, slots: SlotState, packed
     hidden, pool = model.forward(params, tokens, inputs.positions, pool, attend)
     last = jnp.maximum(q_len - 1, 0)[:, None, None]
     logits = model.logits(params, jnp.take_along_axis(hidden, last, axis=1))  # gathered before the head
-    return Forwarded(hidden=hidden, logits=logits, kv_len=inputs.kv_len), pool
+    return Forwarded(hidden=hidden.reshape(-1, hidden.shape[-1]), logits=logits, kv_len=inputs.kv_len), pool
 
 
 def decode(model: Model, params: Params, pool: KVPool, slots: SlotState, packed: Array, *, backend: str,
@@ -80,7 +81,9 @@ def decode(model: Model, params: Params, pool: KVPool, slots: SlotState, packed:
     tokens = slots.tokens[slot[:, None], inputs.positions]
     attend = make_attend(inputs, backend=backend, mesh=mesh)
     hidden, pool = model.forward(params, tokens, inputs.positions, pool, attend)
-    return Forwarded(hidden=hidden, logits=model.logits(params, hidden), kv_len=inputs.kv_len), pool
+    return Forwarded(
+        hidden=hidden.reshape(-1, hidden.shape[-1]), logits=model.logits(params, hidden), kv_len=inputs.kv_len
+    ), pool
 
 
 def _place(packed: Array, start: Array, q_len: Array, queries: int) -> StepInputs:
@@ -119,18 +122,18 @@ def sample(slots: SlotState, logits: Array, kv_len: Array, packed: Array, mask: 
     return packed_out, slots
 
 
-def prompt_logprobs(model: Model, params: Params, hidden: Array, slots: SlotState, packed: Array,
-                    row: Array) -> Array:  # fmt: skip
-    """Score one row's chunk: entry i is the logprob of the token at start + i + 1 given all before it.
+def prompt_logprobs(model: Model, params: Params, hidden: Array, slots: SlotState, where: Array) -> Array:
+    """Score a block of one row's chunk: entry i is the logprob of the token at position + i + 1 given all before it.
 
-    hidden [R, Q, D], row scalar int32 -> [Q, SCORED_WIDTH] int32; entries past the row's known tokens mean nothing."""
-    slot, start = packed[row, 0], packed[row, 2]
-    queries = hidden.shape[1]
-    at = jnp.minimum(start + 1 + lax.iota(jnp.int32, queries), slots.tokens.shape[1] - 1)
+    hidden [R * Q, D] of `Forwarded`; where [3] int32: the block's first row of hidden, its slot, its position.
+    -> [min(R * Q, SCORE_BLOCK), SCORED_WIDTH] int32; entries past the row's chunk mean nothing."""
+    begin, slot, position = where
+    block = min(hidden.shape[0], SCORE_BLOCK)
+    at = jnp.clip(position + 1 + lax.iota(jnp.int32, block), 0, slots.tokens.shape[1] - 1)
     targets = slots.tokens[slot, at]
-    states = lax.dynamic_index_in_dim(hidden, row, axis=0, keepdims=False)
+    states = lax.dynamic_slice_in_dim(hidden, begin, block)
     logprob, rank, top_ids, top_logprobs = sampling.prompt_logprobs(
-        lambda block: model.logits(params, block), states, targets
+        lambda rows: model.logits(params, rows), states, targets
     )
     return jnp.concatenate(
         [targets[:, None], rank[:, None], _bits(logprob)[:, None], top_ids, _bits(top_logprobs)], axis=1

@@ -34,13 +34,15 @@ def kv_write(
     return write(data, jnp.asarray(layer, jnp.int32), k, v, page_table, positions, valid, num_pages=num_pages)
 
 
-def _check(
-    data: Array, k: Array, v: Array, page_table: Array, positions: Array, valid: Array, num_pages: int
-) -> None:
+def _check(data: Array, k: Array, v: Array, page_table: Array, positions: Array, valid: Array, num_pages: int) -> None:
     if data.ndim != 5 or data.shape[1] != 2 or k.ndim != 4 or k.shape != v.shape:
-        raise ValueError(f"data must be [L*NP, 2, K, T, H], k and v [R, Q, K, H], got {data.shape}, {k.shape}, {v.shape}")
+        raise ValueError(
+            f"data must be [L*NP, 2, K, T, H], k and v [R, Q, K, H], got {data.shape}, {k.shape}, {v.shape}"
+        )
     if data.shape[2] != k.shape[2] or data.shape[4] < k.shape[3]:
-        raise ValueError(f"k of {k.shape[2]} heads of {k.shape[3]} does not fit a pool of {data.shape[2]} of {data.shape[4]}")
+        raise ValueError(
+            f"k of {k.shape[2]} heads of {k.shape[3]} does not fit a pool of {data.shape[2]} of {data.shape[4]}"
+        )
     if num_pages < 1 or data.shape[0] % num_pages:
         raise ValueError(f"{data.shape[0]} pool rows are no multiple of {num_pages=}")
     if data.dtype.itemsize == 1:

@@ -73,7 +73,9 @@ def _check(
             f"page_table {page_table.shape}, kv_len {kv_len.shape}, q_len {q_len.shape} must be [R, P], [R], [R] with R={rows}"
         )
     if any(array.dtype != jnp.int32 for array in (page_table, kv_len, q_len)):
-        raise ValueError(f"page_table, kv_len, q_len must be int32, got {page_table.dtype}, {kv_len.dtype}, {q_len.dtype}")
+        raise ValueError(
+            f"page_table, kv_len, q_len must be int32, got {page_table.dtype}, {kv_len.dtype}, {q_len.dtype}"
+        )
     is_narrow = data.dtype.itemsize == 1
     if is_narrow != (scale is not None):
         raise ValueError(f"a pool of {data.dtype} {'needs' if is_narrow else 'takes no'} scale")

@@ -4,8 +4,8 @@ Block borders stand at absolute positions whatever the page size, each row visit
 visited in vain (a longer mate is still at work) changes no bit of the row.  So the cost follows the lengths and the
 window, never the page table's width, and a row's result does not depend on its mates.
 
-Forms and block lengths are chosen for XLA's CPU backend, where small batched dots are slow: few queries are scored by
-multiply and reduce, many by a dot.  Any backend runs it."""
+Shaped for XLA's CPU backend, where gathering a block costs as much as its dots: blocks small enough to stay in the
+caches, keys and values fetched apart, whole pages as flat rows.  Any backend runs it."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array, lax
 
+BLOCK = 64  # positions a step: keys and values stay in the caches between their gather and their dot
 LOWEST = -1e30  # a score never reached; finite, so that the difference of two is 0 and not NaN
 
 
@@ -51,47 +52,44 @@ def paged_attention(
     softcap: float,
 ) -> Array:
     """q: [R, Q, N, H] -> [R, Q, N, H].  See the package's `paged_attention`."""
-    num_rows, queries, heads, head_dim = q.shape
     kv_heads, page_size = data.shape[2:4]
-    group = heads // kv_heads
-    is_dot = num_rows == 1 or queries * group > 8
-    block = _block_len(page_size, 64 if not is_dot else 128 if num_rows > 1 or queries > 1 else 256)
+    block = _block_len(page_size)
 
     def attend_block(step: Array, rows: _Rows, state: _Softmax) -> _Softmax:
         index = rows.low // block + step  # [W]  each row's own block; past `high` nothing is seen
-        at = index[:, None] * block + jnp.arange(block, dtype=jnp.int32)  # [W, B]
+        at = index[:, None] * block + lax.iota(jnp.int32, block)[None, :]  # [W, B]
         key, value = (_fetch(data, scale, rows.table, index, side, block=block) for side in (0, 1))
         sees = at[:, None] <= rows.position[..., None]  # [W, Q, B]
         sees &= (window <= 0) | (at[:, None] > rows.position[..., None] - window)
         sees = sees[:, None, :, None]
         holds = (at >= rows.low[:, None]) & (at < rows.high[:, None])  # [W, B]
         value = jnp.where(holds[:, None, :, None], value, 0)
-        score = _scores(rows.query, key, is_dot=is_dot) * scale_factor  # [W, K, Q, G, B]
+        score = _scores(rows.query, key) * scale_factor  # [W, K, Q, G, B]
         if softcap:
             score = softcap * jnp.tanh(score / softcap)
         score = jnp.where(sees, score, LOWEST)
         top = jnp.maximum(state.top, score.max(-1))
         weight = jnp.where(sees, jnp.exp(score - top[..., None]), 0)
         keep = jnp.exp(state.top - top)
-        out = state.out * keep[..., None] + _weighted_sum(weight, value, is_dot=is_dot)
+        out = state.out * keep[..., None] + _weighted_sum(weight, value)
         return _Softmax(top, state.total * keep + weight.sum(-1), out)
 
     rows = _prepare(q, layer * num_pages + page_table, kv_len, q_len, window, kv_heads=kv_heads)
-    state = _loop(attend_block, rows, block=block, min_width=1 if is_dot else 2)
+    state = _loop(attend_block, rows, block=block)
     out = state.out / jnp.where(state.total > 0, state.total, 1)[..., None]
     return out.transpose(0, 2, 1, 3, 4).reshape(q.shape).astype(q.dtype)
 
 
-def _block_len(page_size: int, target: int) -> int:
-    """Positions a step: `target` when pages divide it or it divides a page, else as many whole pages, at least one."""
-    return target if page_size % target == 0 else max(1, target // page_size) * page_size
+def _block_len(page_size: int) -> int:
+    """Positions a step: BLOCK when pages divide it or it divides a page, else as many whole pages, at least one."""
+    return BLOCK if page_size % BLOCK == 0 else max(1, BLOCK // page_size) * page_size
 
 
 def _prepare(q: Array, table: Array, kv_len: Array, q_len: Array, window: Array, *, kv_heads: int) -> _Rows:
     num_rows, queries, heads, head_dim = q.shape
     query = q.reshape(num_rows, queries, kv_heads, heads // kv_heads, head_dim).transpose(0, 2, 1, 3, 4)
     q_len = jnp.where(kv_len > 0, q_len, 0)
-    i = jnp.arange(queries, dtype=jnp.int32)
+    i = lax.iota(jnp.int32, queries)[None, :]
     start = kv_len - q_len
     position = jnp.where(i < q_len[:, None], start[:, None] + i, -1)
     high = jnp.where(q_len > 0, kv_len, 0)
@@ -99,10 +97,8 @@ def _prepare(q: Array, table: Array, kv_len: Array, q_len: Array, window: Array,
     return _Rows(query, position, table, low, high)
 
 
-def _loop(
-    attend_block: Callable[[Array, _Rows, _Softmax], _Softmax], rows: _Rows, *, block: int, min_width: int
-) -> _Softmax:
-    """Runs the blocks of all rows, longest rows first and together, dropping the rows that have ended."""
+def _loop(attend_block: Callable[[Array, _Rows, _Softmax], _Softmax], rows: _Rows, *, block: int) -> _Softmax:
+    """Runs the blocks of all rows together, the longest first; the shorter half is dropped once all of it has ended."""
     num_rows = rows.query.shape[0]
     state = _Softmax(
         jnp.full(rows.query.shape[:-1], LOWEST, jnp.float32),
@@ -110,12 +106,13 @@ def _loop(
         jnp.zeros(rows.query.shape, jnp.float32),
     )
     steps = -(-rows.high // block) - rows.low // block  # [R]
-    widths = sorted({max(min_width, num_rows * part // 4) for part in (4, 3, 2, 1)}, reverse=True)
+    widths = sorted({num_rows, max(1, num_rows // 2)}, reverse=True)
     order = jnp.argsort(-steps)
     rows, steps = _Rows(*(field[order] for field in rows)), steps[order]
     step, ended = jnp.int32(0), []
-    for width, narrower in zip(widths, widths[1:] + [0], strict=True):
-        rows, state = (type(part)(*(field[:width] for field in part)) for part in (rows, state))
+    for width, narrower in zip(widths, [*widths[1:], 0], strict=True):
+        rows = _Rows(*(field[:width] for field in rows))
+        state = _Softmax(*(field[:width] for field in state))
         until = steps[narrower]
 
         def advance(carry: tuple[Array, _Softmax], rows: _Rows = rows) -> tuple[Array, _Softmax]:
@@ -146,7 +143,7 @@ def _page_blocks(data: Array, table: Array, index: Array, side: int, *, block: i
         split = data.reshape(pool_rows * 2, kv_heads, parts, block, head_dim)
         return split.at[page, :, index % parts].get(mode="promise_in_bounds")
     pages = block // page_size
-    column = index[:, None] * pages + jnp.arange(pages, dtype=jnp.int32)
+    column = index[:, None] * pages + lax.iota(jnp.int32, pages)[None, :]
     page = jnp.take_along_axis(table, jnp.minimum(column, table.shape[1] - 1), 1) * 2 + side  # [W, pages]
     if pages == 1:  # whole pages: one contiguous piece each, the fastest gather
         flat = data.reshape(pool_rows * 2, -1).at[page[:, 0]].get(mode="promise_in_bounds")
@@ -155,36 +152,19 @@ def _page_blocks(data: Array, table: Array, index: Array, side: int, *, block: i
     return got.transpose(0, 2, 1, 3, 4).reshape(num_rows, kv_heads, block, head_dim)
 
 
-def _scores(query: Array, key: Array, *, is_dot: bool) -> Array:
+def _scores(query: Array, key: Array) -> Array:
     """query [W, K, Q, G, H], key [W, K, B, H] -> [W, K, Q, G, B] float32"""
-    flat = query.reshape(*query.shape[:2], -1, query.shape[-1])  # [W, K, Q * G, H]
-    if is_dot:
-        flat, key = _common(flat, key)
-        score = lax.dot_general(
-            key,
-            flat,
-            (((3,), (3,)), ((0, 1), (0, 1))),
-            precision=_precision(key),
-            preferred_element_type=jnp.float32,
-        ).swapaxes(2, 3)
-    else:
-        score = (flat.astype(jnp.float32)[:, :, :, None] * key.astype(jnp.float32)[:, :, None]).sum(-1)
-    return score.reshape(*query.shape[:-1], key.shape[2])
+    flat, key = _common(query.reshape(*query.shape[:2], -1, query.shape[-1]), key)  # [W, K, Q * G, H]
+    numbers = (((3,), (3,)), ((0, 1), (0, 1)))  # keys on the left: a little faster for few queries
+    score = lax.dot_general(key, flat, numbers, precision=_precision(key), preferred_element_type=jnp.float32)
+    return score.swapaxes(2, 3).reshape(*query.shape[:-1], key.shape[2])
 
 
-def _weighted_sum(weight: Array, value: Array, *, is_dot: bool) -> Array:
+def _weighted_sum(weight: Array, value: Array) -> Array:
     """weight [W, K, Q, G, B] float32, value [W, K, B, H] -> [W, K, Q, G, H] float32"""
-    flat = weight.reshape(*weight.shape[:2], -1, weight.shape[-1])  # [W, K, Q * G, B]
-    if is_dot:
-        out = lax.dot_general(
-            flat.astype(value.dtype),
-            value,
-            (((3,), (2,)), ((0, 1), (0, 1))),
-            precision=_precision(value),
-            preferred_element_type=jnp.float32,
-        )
-    else:
-        out = (flat[..., None] * value.astype(jnp.float32)[:, :, None]).sum(3)
+    flat = weight.reshape(*weight.shape[:2], -1, weight.shape[-1]).astype(value.dtype)  # [W, K, Q * G, B]
+    numbers = (((3,), (2,)), ((0, 1), (0, 1)))
+    out = lax.dot_general(flat, value, numbers, precision=_precision(value), preferred_element_type=jnp.float32)
     return out.reshape(*weight.shape[:-1], value.shape[-1])
 
 

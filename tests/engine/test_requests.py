@@ -171,7 +171,8 @@ def test_bad_requests_are_refused_by_name(llm: LLM, prompt, fields, words: str) 
     [
         ({"temperature": -1}, "temperature"), ({"temperature": math.nan}, "temperature"), ({"top_p": 0}, "top_p"),
         ({"top_k": -2}, "top_k"), ({"min_p": 2}, "min_p"), ({"n": 0}, "n"), ({"logprobs": 21}, "logprobs"),
-        ({"stop": [""]}, "stop"), ({"stop": ["a"], "detokenize": False}, "stop"), ({"max_tokens": 2, "min_tokens": 3}, "min_tokens"),
+        ({"stop": [""]}, "stop"), ({"stop": ["a"], "detokenize": False}, "stop"),
+        ({"max_tokens": 2, "min_tokens": 3}, "min_tokens"),
         ({"allowed_token_ids": []}, "allowed_token_ids"), ({"seed": 2**64}, "seed"), ({"presence_penalty": 3}, "presence_penalty"),
         ({"max_tokens": 2_000_000_000_000}, "max_tokens"), ({"repetition_penalty": 0}, "repetition_penalty"),
     ],

@@ -42,17 +42,15 @@ def check_idle(llm: LLM) -> None:
     assert load.pages_free + load.pages_cached == load.pages_total
 
 
-@pytest.mark.parametrize("pool", ["4096", "800"])
-def test_random_trace_compiles_nothing_and_ends_everything_once(engines: Engines, pool: str) -> None:
-    """All parameters, lengths, aborts at random; a pool that is large, and one that preempts."""
-    llm = engines(pool=pool, max_len=700, slots=8)
-    rng = random.Random(pool)
+def run_trace(llm: LLM, count: int, seed: str) -> None:
+    """All parameters, lengths 1 to 600, aborts at random: nothing compiles, everything ends once, pages come back."""
+    rng = random.Random(seed)
     handles = {}
     before = llm.engine.load()
-    for number in range(150):
+    for number in range(count):
         prompt = tuple(rng.randrange(3, 400) for _ in range(min(int(10 ** rng.uniform(0, 2.8)), 600)))
         request = Request(
-            id=f"{pool}-{number}", prompt_ids=prompt, params=random_params(rng), priority=rng.randrange(3)
+            id=f"{seed}-{number}", prompt_ids=prompt, params=random_params(rng), priority=rng.randrange(3)
         )
         handles[number] = llm.engine.submit(request)
         if rng.random() < 0.2:
@@ -72,8 +70,25 @@ def test_random_trace_compiles_nothing_and_ends_everything_once(engines: Engines
         assert sorted(ended) == list(range(handle.request.params.n))
     after = llm.engine.load()
     assert after.compiles == 0
-    assert after.requests - before.requests == 150
+    assert after.requests - before.requests == count
     check_idle(llm)
+
+
+@pytest.mark.parametrize("pool", ["4096", "800"])
+def test_random_trace_compiles_nothing_and_ends_everything_once(engines: Engines, pool: str) -> None:
+    """A pool that is large, and one that preempts."""
+    run_trace(engines(pool=pool, max_len=700, slots=8), 150, pool)
+
+
+@pytest.mark.full
+def test_a_thousand_random_requests_on_the_tiny_model(engines: Engines) -> None:
+    run_trace(engines(pool="800", max_len=700, slots=8), 1000, "a thousand")
+
+
+@pytest.mark.full
+def test_a_thousand_random_requests_on_real_weights() -> None:
+    with LLM(slots=16, max_len=1024, pool="8192", accelerator="cpu") as llm:
+        run_trace(llm, 1000, "real weights")
 
 
 class OnlyEvenAfterOdd:
