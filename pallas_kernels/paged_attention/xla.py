@@ -72,7 +72,7 @@ def paged_attention(
         weight = jnp.where(sees, jnp.exp(score - top[..., None]), 0)
         keep = jnp.exp(state.top - top)
         out = state.out * keep[..., None] + _weighted_sum(weight, value)
-        return _Softmax(top, state.total * keep + weight.sum(-1), out)
+        return _Softmax(top, state.total * keep + _sum(weight), out)
 
     rows = _prepare(q, layer * num_pages + page_table, kv_len, q_len, window, kv_heads=kv_heads)
     state = _loop(attend_block, rows, block=block)
@@ -166,6 +166,12 @@ def _weighted_sum(weight: Array, value: Array) -> Array:
     numbers = (((3,), (2,)), ((0, 1), (0, 1)))
     out = lax.dot_general(flat, value, numbers, precision=_precision(value), preferred_element_type=jnp.float32)
     return out.reshape(*weight.shape[:-1], value.shape[-1])
+
+
+def _sum(weight: Array) -> Array:
+    """[W, K, Q, G, B] -> [W, K, Q, G].  A dot: XLA's CPU reduction adds up in an order that depends on W."""
+    ones = jnp.ones(weight.shape[-1], weight.dtype)
+    return lax.dot_general(weight, ones, (((4,), (0,)), ((), ())), precision=_precision(weight))
 
 
 def _common(a: Array, b: Array) -> tuple[Array, Array]:
