@@ -128,8 +128,7 @@ class Decoder:
         x = take_rows(outer.embed, tokens)
         if config.embed_scale != 1.0:
             x = x * jnp.asarray(config.embed_scale, x.dtype)
-        # Behind a barrier: the CPU compiler would compute the sines again in every layer.
-        tables = lax.optimization_barrier(rope_tables(config.ropes, positions, config.head_dim))
+        tables = rope_tables(config.ropes, positions, config.head_dim)
 
         def block(x: Array, pool: KVPool, weights: Params, at: LayerIndex) -> tuple[Array, KVPool]:
             return nnx.merge(self._block, weights)(x, pool, tables, at, attend)
