@@ -66,15 +66,15 @@ class Runner:
         self._flags: dict[int, int] = {}  # slot -> sampler flags of its owner
 
     def warm_up(self) -> tuple[float, ...]:
-        """Compile every program and run each once.  -> seconds of each prefill bucket."""
+        """Compile every program and run the largest of each kind.  -> seconds of each prefill bucket: two are measured,
+        those between lie on the line through them."""
         self.programs.compile(self.catalogue.wanted(self.params))
-        for rows in self.scheduler.decode_buckets:
-            self._time_call(Call((), rows, 1), is_decode=True)
-        calls = [Call((), rows, chunk) for rows, chunk in self.scheduler.prefill_buckets]
-        # The first run of a program also pays for its memory: the better of two tells its time.
-        seconds = tuple(min(self._time_call(call, is_decode=False) for _ in range(2)) for call in calls)
+        self._time_call(Call((), self.scheduler.decode_buckets[-1], 1), is_decode=True)
+        buckets = self.scheduler.prefill_buckets
+        measured = {rows * chunk: self._time_prefill(rows, chunk) for rows, chunk in (buckets[0], buckets[-1])}
+        seconds = np.interp([rows * chunk for rows, chunk in buckets], list(measured), list(measured.values()))
         jax.block_until_ready((self.pool, self.slots))
-        return seconds
+        return tuple(seconds.tolist())
 
     @property
     def _vocab(self) -> int:
@@ -82,6 +82,10 @@ class Runner:
 
     def _full_mask(self, rows: int) -> Array:
         return jax.device_put(batch.pack_masks({}, rows, self._vocab), self.catalogue.replicated)
+
+    def _time_prefill(self, rows: int, chunk: int) -> float:
+        """The first run of a program also pays for its memory: the better of two tells its time."""
+        return min(self._time_call(Call((), rows, chunk), is_decode=False) for _ in range(2))
 
     def _time_call(self, call: Call, *, is_decode: bool) -> float:
         """Run one call of full rows on the scrap slot and scrap page."""

@@ -115,22 +115,26 @@ def bench_decode(llm: LLM, machine: dict[str, float]) -> dict[str, float]:
     return found
 
 
-def bench_uneven(llm: LLM, workload: dict, *, one_at_a_time: bool) -> dict[str, float]:
+def bench_uneven(options: dict, workload: dict) -> dict[str, float]:
+    """Requests of very different lengths at once, and one after the other.  Without prefix reuse, so that it repeats."""
     items = workload["uneven"]
     prompts = [item["prompt_ids"] for item in items]
     params = [greedy(item["output_len"]) for item in items]
-    tokens = sum(each.max_tokens or 0 for each in params)
-    batched = median_seconds(lambda: llm.generate(prompts, params), 1)
-    found = {"uneven_s": batched, "uneven_tok_s": tokens / batched}
-    if one_at_a_time:
+    with LLM(**options, prefix_reuse=False) as llm:
+        batched = median_seconds(lambda: llm.generate(prompts, params), 3)
 
         def serially() -> None:
             for prompt, each in zip(prompts, params, strict=True):
                 llm.generate([prompt], each)
 
         serial = median_seconds(serially, 1)
-        found |= {"uneven_one_at_a_time_s": serial, "uneven_speedup": serial / batched}
-    return found
+    tokens = sum(item["output_len"] for item in items)
+    return {
+        "uneven_s": batched,
+        "uneven_tok_s": tokens / batched,
+        "uneven_one_at_a_time_s": serial,
+        "uneven_speedup": serial / batched,
+    }
 
 
 def bench_shared_prefix(options: dict, workload: dict) -> dict[str, float]:
@@ -218,11 +222,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         workload = load_workload(llm.engine.info.vocab)
         if "decode" in parts:
             results |= bench_decode(llm, results)
-        if "uneven" in parts:
-            results |= bench_uneven(llm, workload, one_at_a_time=True)
         if "host" in parts:
             results |= bench_host(llm)
         hardware = llm.engine.info.device
+    if "uneven" in parts:
+        results |= bench_uneven(options, workload)
     if "shared" in parts:
         results |= bench_shared_prefix(options, workload)
     if "start" in parts:
