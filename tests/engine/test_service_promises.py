@@ -82,12 +82,12 @@ def test_random_trace_compiles_nothing_and_ends_everything_once(engines: Engines
 
 @pytest.mark.full
 def test_a_thousand_random_requests_on_the_tiny_model(engines: Engines) -> None:
-    run_trace(engines(pool="800", max_len=700, slots=8), 1000, "a thousand")
+    run_trace(engines(pool="800", max_len=700, slots=8, queue_limit=4096), 1000, "a thousand")
 
 
 @pytest.mark.full
 def test_a_thousand_random_requests_on_real_weights() -> None:
-    with LLM(slots=16, max_len=1024, pool="8192", accelerator="cpu") as llm:
+    with LLM(slots=16, max_len=1024, pool="8192", queue_limit=4096, accelerator="cpu") as llm:
         run_trace(llm, 1000, "real weights")
 
 
