@@ -82,9 +82,10 @@ class Engine:
         self._runner = runner
         self._scheduler_config = scheduler_config
         self._seeds = random.Random(config.seed)
-        self._lock = threading.Lock()  # of the two below: submit and the loop both write them
+        self._lock = threading.Lock()  # of the three below: submit and the loop both write them
         self._handles: dict[str, RequestHandle] = {}
         self._open: dict[str, int] = {}  # request -> sequences that have not ended
+        self._unfinished = 0  # sequences, of all requests
         self._loop = self._new_loop()
         self._thread: threading.Thread | None = None
         self._draining = False
@@ -129,13 +130,14 @@ class Engine:
                 )
             if not self.has_room(request.params.n):
                 raise RequestError(
-                    f"{sum(self._open.values())} sequences run or wait; {self.config.slots} slots and a queue of"
+                    f"{self._unfinished} sequences run or wait; {self.config.slots} slots and a queue of"
                     f" {self.config.queue_limit} hold no {request.params.n} more: try again later",
                     code=ErrorCode.RESOURCE_EXHAUSTED,
                 )
             handle = RequestHandle(request, self.tokenizer, self.abort)
             self._handles[request.id] = handle
             self._open[request.id] = request.params.n
+            self._unfinished += request.params.n
             self._requests += 1
         self._loop.inbox.put(Add(request))
         return handle
@@ -152,7 +154,7 @@ class Engine:
 
     def has_room(self, sequences: int) -> bool:
         """Whether the slots and the queue hold that many more."""
-        return sum(self._open.values()) + sequences <= self.config.slots + self.config.queue_limit
+        return self._unfinished + sequences <= self.config.slots + self.config.queue_limit
 
     def abort(self, request_id: str) -> bool:
         """End a request wherever it stands.  False when no such request runs."""
@@ -222,6 +224,7 @@ class Engine:
                 deliveries.append((handle, chunk))
                 if chunk.finish_reason is not None:
                     self._open[chunk.request_id] -= 1
+                    self._unfinished -= 1
                     if not self._open[chunk.request_id]:
                         del self._handles[chunk.request_id], self._open[chunk.request_id]
         hand_over(deliveries)

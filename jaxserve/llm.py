@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -141,8 +141,7 @@ def _as_many(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return cast(list[Prompt], [prompts] if is_one else list(prompts))
 
 
-def _collect(handle: RequestHandle | Iterator[Chunk]) -> RequestOutput:
-    assert isinstance(handle, RequestHandle)
+def _collect(handle: RequestHandle) -> RequestOutput:
     by_index: dict[int, list[Chunk]] = {}
     for chunk in handle:
         by_index.setdefault(chunk.index, []).append(chunk)

@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from checkpoints.hub import resolve
+from checkpoints.packaged import cache_folder
 from jaxserve.buckets import decode_buckets, prefill_buckets
 from jaxserve.catalogue import Catalogue
 from jaxserve.config import EngineConfig, SchedulerConfig
@@ -91,8 +92,7 @@ def use_compile_cache(folder: str) -> None:
     if folder == "off":
         return
     if folder == "auto":
-        root = os.environ.get("JAXSERVE_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "jaxserve"
-        folder = str(Path(root).expanduser() / "programs")
+        folder = str(cache_folder() / "programs")
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
     except OSError as error:

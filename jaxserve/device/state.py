@@ -115,11 +115,9 @@ class RowFlag(enum.IntFlag):
 
 @struct.dataclass
 class StepInputs:
-    """One call's rows.  Padding rows have slot S and q_len 0."""
+    """Where one call's rows stand, for attention.  Padding rows have q_len 0."""
 
-    slot: Array  # [R] int32
     q_len: Array  # [R] int32  queries that count; 0 = inert
-    flags: Array  # [R] int32  RowFlag
     page_table: Array  # [R, P] int32  page 0 = scrap
     kv_len: Array  # [R] int32  positions in the pool once this step has written its own; 0 = inert
     positions: Array  # [R, Q] int32  query i stands at kv_len - q_len + i; padded queries hold 0

@@ -90,9 +90,7 @@ def _place(packed: Array, start: Array, q_len: Array, queries: int) -> StepInput
     at = start[:, None] + lax.iota(jnp.int32, queries)[None, :]
     is_query = lax.iota(jnp.int32, queries)[None, :] < q_len[:, None]
     return StepInputs(
-        slot=packed[:, 0],
         q_len=q_len,
-        flags=packed[:, 3],
         page_table=packed[:, HEAD:],
         kv_len=jnp.where(q_len > 0, start + q_len, 0),
         positions=jnp.where(is_query, at, 0),
