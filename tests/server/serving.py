@@ -71,7 +71,7 @@ def serving(
             loop.close()
 
 
-def until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
     """Wait for something that another thread does; fail when it does not come."""
     end = time.monotonic() + seconds
     while not condition():

@@ -39,6 +39,7 @@ class StubTokenizer:
     def __init__(self, *, seconds: float = 0.0):
         self.seconds = seconds  # that encoding takes
         self.threads: set[str] = set()
+        self._special_names = {token_id: name for name, token_id in self.special_tokens.items()}
 
     def encode(self, text: str, *, add_bos: bool | None = None, parse_special: bool = False) -> list[int]:
         assert not parse_special
@@ -54,8 +55,7 @@ class StubTokenizer:
         return b"".join(map(self.token_bytes, kept)).decode(errors="replace")
 
     def token_bytes(self, token_id: int) -> bytes:
-        names = {token_id: name for name, token_id in self.special_tokens.items()}
-        return bytes([token_id]) if token_id < 256 else names.get(token_id, "").encode()
+        return bytes([token_id]) if token_id < 256 else self._special_names.get(token_id, "").encode()
 
     def save(self, folder: Path) -> None:
         raise NotImplementedError
@@ -97,7 +97,7 @@ class StubEngine:
         self,
         *,
         answer: str = ANSWER,
-        step_seconds: float = 0.0,
+        step_seconds: float = 0.0002,
         max_len: int = 512,
         queue_limit: int = 64,
         slots: int = 32,

@@ -71,7 +71,8 @@ def test_a_call_cancelled_while_nothing_is_drawn_aborts_its_request(served: Serv
 
 
 def test_a_call_cancelled_while_its_reader_is_slow_aborts_its_request() -> None:
-    engine = StubEngine(per_step=400, max_len=10**9)  # more than flow control lets through unread
+    # More than flow control lets through unread, less than the server can translate in the same time.
+    engine = StubEngine(per_step=400, step_seconds=0.002, max_len=10**9)
     with serving(engine) as served:
         call = served.stub.GenerateStream(endless())
         next(call)
@@ -101,7 +102,7 @@ def test_the_calls_deadline_ends_the_request_itself(served: Served, engine: Stub
     assert status(call) is grpc.StatusCode.DEADLINE_EXCEEDED
     until(lambda: engine.running == 0)
     deadline = engine.requests[-1].deadline
-    assert deadline is not None and abs(deadline - began - 0.3) < 0.2
+    assert deadline is not None and -0.05 < deadline - began - 0.3 < 2  # the call's way here may be slow
 
 
 def test_no_deadline_means_none(served: Served, engine: StubEngine) -> None:
