@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels.registry import implementation
+from pallas_kernels.tiles import Tiles
 
 
 def paged_attention(
@@ -25,6 +26,7 @@ def paged_attention(
     window: Array | int,
     softcap: float,
     backend: str,
+    tiles: Tiles | None = None,
 ) -> Array:
     """q: [R, Q, N, H] -> [R, Q, N, H], in q's dtype; softmax and sums are float32.
 
@@ -35,13 +37,15 @@ def paged_attention(
     A row with kv_len 0 and a query i >= q_len get zeros.  What lies past kv_len, or before every query's window, may
     hold anything, NaN too.  A row's result depends on its own queries and positions alone.
 
-    layer, window: int32 scalars, traced or not.  Raises ValueError with the shapes it cannot serve."""
+    layer, window: int32 scalars, traced or not.  tiles: block sizes of a kernel that has some (`pallas_kernels.tiles`),
+    None = its defaults; they may change the last bits, never the meaning.  Raises ValueError with the shapes it cannot serve."""
     _check(q, data, scale, page_table, kv_len, q_len, num_pages, softcap)
     head_dim = q.shape[-1]
     padded = jnp.pad(q, ((0, 0), (0, 0), (0, 0), (0, data.shape[-1] - head_dim)))
+    own = {} if tiles is None else {"tiles": tiles}
     out = implementation("paged_attention", backend)(
         padded, data, scale, jnp.asarray(layer, jnp.int32), page_table, kv_len, q_len,
-        num_pages=num_pages, scale_factor=scale_factor, window=jnp.asarray(window, jnp.int32), softcap=softcap,
+        num_pages=num_pages, scale_factor=scale_factor, window=jnp.asarray(window, jnp.int32), softcap=softcap, **own,
     )  # fmt: skip
     return out[..., :head_dim]
 
