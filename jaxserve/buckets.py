@@ -7,18 +7,15 @@ from __future__ import annotations
 
 from jaxserve.config import EngineConfig
 
-MAX_DECODE = 6
 MAX_PREFILL = 10
 
 
 def decode_buckets(config: EngineConfig) -> tuple[int, ...]:
-    """Rows: one, the largest powers of two below the slots, the slots; only the slots when batch invariant."""
+    """Rows: one, and 1/8, 1/4, 1/2, 3/4 and all of the slots; only the slots when batch invariant."""
+    slots = config.slots
     if config.batch_invariant:
-        return (config.slots,)
-    powers = [2**i for i in range(config.slots.bit_length()) if 2**i < config.slots]
-    if len(powers) >= MAX_DECODE:
-        powers = [1, *powers[-(MAX_DECODE - 2) :]]
-    return (*powers, config.slots)
+        return (slots,)
+    return tuple(sorted({1, slots, *(-(-slots * eighths // 8) for eighths in (1, 2, 4, 6))}))
 
 
 def prefill_buckets(config: EngineConfig, max_len: int) -> tuple[tuple[int, int], ...]:
