@@ -1,13 +1,11 @@
 """The shapes that are compiled: rows of decode calls, rows x chunk of prefill calls.  Numbers only.
 
-Few enough to compile in a start (6 decode and 10 prefill programs at most), varied enough that many short prompts share
-a call and one long prompt fills one."""
+Few enough to load in a start (6 decode and 8 prefill programs at most), varied enough that many short prompts share a
+call and one long prompt fills one."""
 
 from __future__ import annotations
 
 from jaxserve.config import EngineConfig
-
-MAX_PREFILL = 10
 
 
 def decode_buckets(config: EngineConfig) -> tuple[int, ...]:
@@ -19,15 +17,15 @@ def decode_buckets(config: EngineConfig) -> tuple[int, ...]:
 
 
 def prefill_buckets(config: EngineConfig, max_len: int) -> tuple[tuple[int, int], ...]:
-    """(rows, chunk), by tokens then rows: single rows of every power of two, and squarer shapes of the full size."""
+    """(rows, chunk), by tokens then rows: single rows of five sizes; the second, third and last of them with as many rows
+    as fill a call; and a small call of the shortest."""
     chunk = min(config.prefill_chunk, -(-max_len // 16) * 16)
     tokens = max(config.prefill_tokens, chunk)
     if config.batch_invariant:
         return ((min(config.slots, tokens // chunk), chunk),)
     smaller = [2**i for i in range(4, chunk.bit_length()) if 2**i < chunk]
     sizes = [*smaller[-4:], chunk]
-    single = [(1, size) for size in sizes]
-    full = [(min(config.slots, tokens // size), size) for size in sizes]
-    small = [(min(config.slots, 4), 16)]
-    wanted = dict.fromkeys([*single, *full, *small])
-    return tuple(sorted(list(wanted)[:MAX_PREFILL], key=lambda bucket: (bucket[0] * bucket[1], bucket[0])))
+    single = {(1, size) for size in sizes}
+    full = {(min(config.slots, tokens // size), size) for size in (*sizes[1:3], chunk)}
+    small = {(min(config.slots, 4), 16)}
+    return tuple(sorted(single | full | small, key=lambda bucket: (bucket[0] * bucket[1], bucket[0])))
