@@ -1,6 +1,6 @@
 """The shapes that are compiled: rows of decode calls, rows x chunk of prefill calls.  Numbers only.
 
-Few enough to load in a start (6 decode and 8 prefill programs at most), varied enough that many short prompts share a
+Few enough to load in a start (6 decode and 9 prefill programs at most), varied enough that many short prompts share a
 call and one long prompt fills one."""
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def decode_buckets(config: EngineConfig) -> tuple[int, ...]:
 
 def prefill_buckets(config: EngineConfig, max_len: int) -> tuple[tuple[int, int], ...]:
     """(rows, chunk), by tokens then rows: single rows of five sizes; the second, third and last of them with as many rows
-    as fill a call; and a small call of the shortest."""
+    as fill a call; and two small shapes, for short prompts that come while rows decode."""
     chunk = min(config.prefill_chunk, -(-max_len // 16) * 16)
     tokens = max(config.prefill_tokens, chunk)
     if config.batch_invariant:
@@ -27,5 +27,5 @@ def prefill_buckets(config: EngineConfig, max_len: int) -> tuple[tuple[int, int]
     sizes = [*smaller[-4:], chunk]
     single = {(1, size) for size in sizes}
     full = {(min(config.slots, tokens // size), size) for size in (*sizes[1:3], chunk)}
-    small = {(min(config.slots, 4), 16)}
+    small = {(min(config.slots, 4), 16), (min(config.slots, 2), sizes[min(1, len(sizes) - 1)])}
     return tuple(sorted(single | full | small, key=lambda bucket: (bucket[0] * bucket[1], bucket[0])))
