@@ -76,6 +76,12 @@ class Catalogue:
         row_bytes = self.pool_head_dim * jnp.dtype(self.model.dtype).itemsize
         return shape.layers * 2 * shape.kv_heads // self.mesh.size * self.scheduler.page_size * row_bytes
 
+    @property
+    def slot_bytes(self) -> int:
+        """What the slots take on each device."""
+        slots = jax.tree.leaves(self._make_slots().eval_shape())
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in slots)
+
     def new_pool(self) -> KVPool:
         return self._make_pool()()
 

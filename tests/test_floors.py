@@ -18,7 +18,9 @@ FLOORS = {
     "scripts": 9,
     "jaxserve": 8,  # the package's own names: LLM, SamplingParams
     "jaxserve.llm": 8,
+    "jaxserve.sizing": 7,
     "jaxserve.ahead": 7,
+    "jaxserve.roofline": 6,
     "jaxserve.start": 7,
     "jaxserve.engine": 6,
     "jaxserve.loop": 6,

@@ -18,12 +18,12 @@ MAX_GPUS = 8  # one host, every pair joined by NVLink
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chip:
-    """What its vendor publishes, per chip."""
+    """What its vendor publishes, per chip; of its memory, what a program may use."""
 
     name: str
     platform: Platform
     devices: int  # jax devices to a chip: they share its memory, its flops and its links
-    memory_bytes: float
+    usable_bytes: int
     memory_bandwidth: float  # bytes a second
     flops: float  # a second, dense bfloat16
     link_bandwidth: float  # bytes a second, one way, over all links to other chips
