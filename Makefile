@@ -3,14 +3,15 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 CONSTRAINTS = constraints.txt
+EXTRA = dev
 
-.PHONY: setup serve check check-full test lint protos bench
+.PHONY: setup serve check check-full test test-device lint protos bench
 
 setup: $(VENV)/.done
 
 $(VENV)/.done: pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[$(EXTRA)]'
 	touch $@
 
 # ARGS="--model gemma3-270m --port 50051" passes flags on.
@@ -24,6 +25,11 @@ lint: setup
 
 test: setup
 	$(BIN)/python -m pytest -m 'not full'
+
+# The kernels and the device half alone: run once more on a newer jax with
+#   make test-device VENV=.venv-next PYTHON=python3.12 CONSTRAINTS=constraints-next.txt EXTRA=test
+test-device: setup
+	$(BIN)/python -m pytest -m 'not full' tests/kernels tests/device
 
 check: lint test
 

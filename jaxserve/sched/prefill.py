@@ -32,9 +32,12 @@ class PrefillPlanner:
         self.config = config
         self.roster = roster
         seconds = config.prefill_seconds
-        costs = seconds or [rows * chunk + CALL_OVERHEAD for rows, chunk in config.prefill_buckets]
+        # A call also holds up the decode call of its step, which reads the weights once, like the smallest prefill.
+        costs = [cost + min(seconds) for cost in seconds]
+        costs = costs or [rows * chunk + CALL_OVERHEAD for rows, chunk in config.prefill_buckets]
         every = [Bucket(rows, chunk, cost) for (rows, chunk), cost in zip(config.prefill_buckets, costs, strict=True)]
-        quick = [bucket for bucket in every if not seconds or bucket.cost <= config.max_decode_wait]
+        wait = config.max_decode_wait + min(seconds, default=0)
+        quick = [bucket for bucket in every if not seconds or bucket.cost <= wait]
         self._every = every
         self._quick = quick or [min(every, key=lambda bucket: bucket.cost)]
         self._most_rows = max(bucket.rows for bucket in every)

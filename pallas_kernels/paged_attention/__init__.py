@@ -39,8 +39,8 @@ def paged_attention(
     hold anything, NaN too.  A row's result depends on its own queries and positions alone.
 
     layer, window: int32 scalars, traced or not.  tiles: block sizes of a kernel that has some (`pallas_kernels.tiles`),
-    None = its defaults; they may change the last bits, never the meaning.  interpret: run a Pallas kernel's body as plain XLA, to try it where
-    its chip is not.  Raises ValueError with the shapes it cannot serve."""
+    None = its defaults; they may change the last bits, never the meaning.  interpret: run a Pallas kernel's body as
+    plain XLA, to try it where its chip is not.  Raises ValueError with the shapes it cannot serve."""
     _check(q, data, scale, page_table, kv_len, q_len, num_pages, softcap)
     head_dim = q.shape[-1]
     padded = jnp.pad(q, ((0, 0), (0, 0), (0, 0), (0, data.shape[-1] - head_dim)))
