@@ -10,17 +10,23 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jax import Array
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as Spec
 
 from jaxserve.config import EngineConfig, SchedulerConfig
 from jaxserve.device import steps
-from jaxserve.device.attention import POOL
+from jaxserve.device.attention import POOL, pool_head_dim
+from jaxserve.device.sharding import abstract
 from jaxserve.device.slots import load_slot, load_width
 from jaxserve.device.state import KVPool, SlotShape, SlotState
 from jaxserve.device.steps import HEAD, Model, Params
 from jaxserve.programs import Programs, Wanted
+
+# By device kind.  TPU 7x: its compiler wants 16-bit matrices in tiles of 16 rows but is handed them in tiles of 8, so left
+# alone it copies every weight at every step (twice the bytes of a decode step, by its own count).
+COMPILER_OPTIONS: dict[str, dict[str, str | bool | int | float]] = {
+    "TPU7x": {"xla_tpu_control_large_2nd_minor_layout_for_x16": "false"},
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +64,24 @@ class Catalogue:
     def mask_words(self) -> int:
         return -(-self.model.shape.vocab // 32)
 
+    @property
+    def pool_head_dim(self) -> int:
+        """H' of the pool."""
+        return pool_head_dim(self.model.shape.head_dim, self.mesh)
+
+    @property
+    def page_bytes(self) -> int:
+        """What one page takes on each device, over all layers."""
+        shape = self.model.shape
+        row_bytes = self.pool_head_dim * jnp.dtype(self.model.dtype).itemsize
+        return shape.layers * 2 * shape.kv_heads // self.mesh.size * self.scheduler.page_size * row_bytes
+
+    @property
+    def slot_bytes(self) -> int:
+        """What the slots take on each device."""
+        slots = jax.tree.leaves(self._make_slots().eval_shape())
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in slots)
+
     def new_pool(self) -> KVPool:
         return self._make_pool()()
 
@@ -67,7 +91,7 @@ class Catalogue:
     def _make_pool(self):
         make = partial(
             KVPool.zeros, self.model.shape, pages=self.scheduler.num_pages, page_size=self.scheduler.page_size,
-            dtype=jnp.dtype(self.model.dtype),
+            head_dim=self.pool_head_dim, dtype=jnp.dtype(self.model.dtype),
         )  # fmt: skip
         return jax.jit(make, out_shardings=NamedSharding(self.mesh, POOL))
 
@@ -77,48 +101,50 @@ class Catalogue:
     def wanted(self, params: Params) -> Wanted:
         """Every program.  A program's outputs are pinned to what its consumer was compiled for."""
         shape, replicated, array = self.model.shape, self.replicated, self._array
-        weights = jax.tree.map(_abstract, params)
+        weights = jax.tree.map(abstract, params)
         pool = _placed(self._make_pool().eval_shape(), NamedSharding(self.mesh, POOL))
         slots = _placed(self._make_slots().eval_shape(), replicated)
         common = {"backend": self.backend, "mesh": self.mesh}
+        options = COMPILER_OPTIONS.get(self.mesh.devices.flat[0].device_kind)
+        jit = partial(jax.jit, compiler_options=options)
         forward_out = (replicated, NamedSharding(self.mesh, POOL))
-        load = jax.jit(partial(load_slot, shape=self.slot_shape), donate_argnums=0, out_shardings=replicated)
+        load = jit(partial(load_slot, shape=self.slot_shape), donate_argnums=0, out_shardings=replicated)
         wanted: Wanted = {"load": (load, (slots, array(load_width(self.slot_shape))))}
         for rows in self.scheduler.decode_buckets:
-            step = jax.jit(partial(steps.decode, self.model, **common), donate_argnums=1, out_shardings=forward_out)
+            step = jit(partial(steps.decode, self.model, **common), donate_argnums=1, out_shardings=forward_out)
             wanted[f"decode {rows}"] = (step, (weights, pool, slots, array(rows, self.packed_columns)))
         for rows, chunk in self.scheduler.prefill_buckets:
             packed = array(rows, self.packed_columns)
             step = partial(steps.prefill, self.model, queries=chunk, **common)
-            step = jax.jit(step, donate_argnums=1, out_shardings=forward_out)
+            step = jit(step, donate_argnums=1, out_shardings=forward_out)
             wanted[f"prefill {rows}x{chunk}"] = (step, (weights, pool, slots, packed))
-            score = jax.jit(partial(steps.prompt_logprobs, self.model), out_shardings=replicated)
+            score = jit(partial(steps.prompt_logprobs, self.model), out_shardings=replicated)
             hidden = array(rows * chunk, shape.width, dtype=self.model.dtype)
             wanted[f"score {rows * chunk}"] = (score, (weights, hidden, slots, array(3)))
-        draw = jax.jit(steps.sample, donate_argnums=0, out_shardings=replicated)
+        draw = jit(steps.sample, donate_argnums=0, out_shardings=replicated)
         for rows in self.row_buckets:
             logits, mask = array(rows, 1, shape.vocab, dtype="float32"), array(rows, self.mask_words, dtype="uint32")
             wanted[f"sample {rows}"] = (draw, (slots, logits, array(rows), array(rows, self.packed_columns), mask))
         return wanted
 
     def largest_temporaries(self, params: Params) -> int:
-        """Bytes a device needs beside weights, pool and slots: by the compiler, of the largest prefill, decode and sampler."""
+        """Bytes a device needs beside weights, pool and slots: by the compiler, of the programs that decide."""
         wanted, programs = self.wanted(params), Programs()
+        programs.compile({name: wanted[name] for name in self.deciding})
+        return max(info.temp_bytes for info in programs.infos)
+
+    @property
+    def deciding(self) -> tuple[str, ...]:
+        """Names of the largest decode, prefill and sampler: no other program needs more memory."""
         rows, chunk = max(self.scheduler.prefill_buckets, key=lambda bucket: bucket[0] * bucket[1])
-        names = (
-            f"prefill {rows}x{chunk}",
+        return (
             f"decode {self.scheduler.decode_buckets[-1]}",
+            f"prefill {rows}x{chunk}",
             f"sample {self.row_buckets[-1]}",
         )
-        programs.compile({name: wanted[name] for name in names})
-        return max(info.temp_bytes for info in programs.infos)
 
     def _array(self, *shape: int, dtype: str = "int32") -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=self.replicated)
-
-
-def _abstract(array: Array) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
 
 
 def _placed(tree, sharding: NamedSharding):

@@ -11,7 +11,7 @@ from typing import Literal, get_args
 
 Accelerator = Literal["auto", "cpu", "gpu", "tpu"]
 DTypeName = Literal["auto", "float32", "bfloat16"]
-AttentionBackend = Literal["auto", "xla", "reference"]
+AttentionBackend = Literal["auto", "xla", "pallas_tpu", "pallas_triton", "pallas_mosaic_gpu", "reference"]
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 
@@ -29,7 +29,9 @@ class EngineConfig:
     accelerator: Accelerator = option("auto", "which devices to run on", "model")
     dtype: DTypeName = option("auto", "of weights and KV; auto = float32 on cpu, bfloat16 elsewhere", "model")
     tensor_parallel: int = option(1, "devices to split every layer over", "model")
-    attention_backend: AttentionBackend = option("auto", "paged attention implementation", "model")
+    attention_backend: AttentionBackend = option(
+        "auto", "paged attention implementation; auto = the device's kernel where it serves, else xla", "model"
+    )
     seed: int | None = option(None, "of the host's generator that seeds unseeded requests", "model")
 
     max_len: int = option(0, "longest sequence (prompt + output); 0 = the model's context, at most 8192", "memory")

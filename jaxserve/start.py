@@ -13,27 +13,31 @@ from dataclasses import replace
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 from jax import Device
 from jax.sharding import Mesh
 from rich.console import Console
 from rich.table import Table
 
+from checkpoints import open_checkpoint
 from checkpoints.hub import resolve
 from checkpoints.packaged import cache_folder
 from jaxserve.buckets import decode_buckets, prefill_buckets
 from jaxserve.catalogue import Catalogue
 from jaxserve.config import EngineConfig, SchedulerConfig
+from jaxserve.device.attention import why_not
 from jaxserve.device.sharding import make_mesh
 from jaxserve.device.steps import Model, Params
 from jaxserve.engine import Engine, ModelInfo
+from jaxserve.models.decoder import Decoder
 from jaxserve.models.loading import load_params
+from jaxserve.models.tree import make_model
 from jaxserve.programs import compile_counter
 from jaxserve.runner import Runner
 from jaxserve.text import load_tokenizer
 
 DEFAULT_MAX_LEN = 8192
 PLATFORMS = {"cpu": "cpu", "gpu": "cuda", "tpu": "tpu"}
+KERNELS = {"tpu": "pallas_tpu", "gpu": "pallas_triton"}  # what --attention-backend=auto tries first
 
 
 def load_engine(config: EngineConfig, *, console: Console | None = None) -> Engine:
@@ -46,10 +50,11 @@ def load_engine(config: EngineConfig, *, console: Console | None = None) -> Engi
     mesh = make_mesh(devices, config.tensor_parallel)
     dtype = config.dtype if config.dtype != "auto" else ("float32" if devices[0].platform == "cpu" else "bfloat16")
     files = resolve(config.model)
+    described = make_model(open_checkpoint(files).config, dtype=dtype, tensor_parallel=mesh.size)
+    backend, reason = choose_attention(config, model=described, mesh=mesh)
     tokenizer = load_tokenizer(files)
     model, params = load_params(files, dtype=dtype, mesh=mesh)
     loaded = time.perf_counter()
-    backend = "xla" if config.attention_backend == "auto" else config.attention_backend
     catalogue = plan_memory(config, model=model, params=params, mesh=mesh, backend=backend)
     runner = Runner(params, catalogue)
     misses = compile_counter().cache_misses
@@ -67,7 +72,10 @@ def load_engine(config: EngineConfig, *, console: Console | None = None) -> Engi
         pool_tokens=scheduler.pool_tokens,
     )
     misses = compile_counter().cache_misses - misses
-    _tell(console, runner, info, scheduler, loading=loaded - began, warming=time.perf_counter() - loaded, misses=misses)
+    _tell(
+        console, runner, info, scheduler, reason=reason, loading=loaded - began,
+        warming=time.perf_counter() - loaded, misses=misses,
+    )  # fmt: skip
     return Engine(config, runner=runner, scheduler_config=scheduler, tokenizer=tokenizer, info=info)
 
 
@@ -85,6 +93,30 @@ def find_devices(accelerator: str) -> Sequence[Device]:  # pyright: ignore[repor
                 f"--accelerator={accelerator} needs its runtime: pip install 'jaxserve[{accelerator}]' ({reason})"
             ) from None
         raise ValueError(f"--accelerator={accelerator}: no such device here ({reason})") from None
+
+
+def choose_attention(config: EngineConfig, *, model: Decoder, mesh: Mesh) -> tuple[str, str]:
+    """-> the backend of paged attention, and why that one.
+
+    Raises ValueError when the one that is asked for cannot serve this model here."""
+
+    def refusal(backend: str) -> str | None:
+        return why_not(
+            backend, shape=model.shape, softcap=model.config.attention_softcap, dtype=model.dtype,
+            page_size=config.page_size, queries=config.prefill_chunk, mesh=mesh,
+        )  # fmt: skip
+
+    asked = config.attention_backend
+    if asked != "auto":
+        if refused := refusal(asked):
+            raise ValueError(f"attention_backend={asked!r} cannot serve here: {refused}")
+        return asked, "as asked"
+    platform = mesh.devices.flat[0].platform
+    kernel = KERNELS.get(platform)
+    if kernel is None:
+        return "xla", f"no kernel for the platform {platform}"
+    refused = refusal(kernel)
+    return ("xla", f"{kernel} cannot serve here: {refused}") if refused else (kernel, f"the kernel for {platform}")
 
 
 def use_compile_cache(folder: str) -> None:
@@ -106,34 +138,37 @@ def use_compile_cache(folder: str) -> None:
 
 def plan_memory(config: EngineConfig, *, model: Model, params: Params, mesh: Mesh, backend: str) -> Catalogue:
     """max_len, pages, buckets: what is fixed before the first program is compiled."""
-    shape, page_size = model.shape, config.page_size
-    if config.max_len > shape.max_position:
-        raise ValueError(f"max_len={config.max_len} is above the model's context of {shape.max_position}")
-    max_len = config.max_len or min(shape.max_position, DEFAULT_MAX_LEN)
-
-    def catalogue(pages: int) -> Catalogue:
-        scheduler = SchedulerConfig(
-            slots=config.slots,
-            page_size=page_size,
-            num_pages=pages + 1,  # page 0 is scrap
-            max_len=max_len,
-            queue_limit=config.queue_limit + config.slots,
-            prefix_reuse=config.prefix_reuse,
-            max_decode_wait=config.max_decode_wait,
-            decode_buckets=decode_buckets(config),
-            prefill_buckets=prefill_buckets(config, max_len),
-            batch_invariant=config.batch_invariant,
-        )
-        return Catalogue.of(model, scheduler, config, mesh=mesh, backend=backend)
-
     if config.pool != "auto":
-        return catalogue(-(-int(config.pool) // page_size))
-    itemsize = jnp.dtype(model.dtype).itemsize
-    page_bytes = shape.layers * 2 * shape.kv_heads * page_size * shape.head_dim * itemsize // mesh.size
-    smallest = -(-max_len // page_size)
-    budget = pool_bytes(config, mesh, lambda: catalogue(smallest).largest_temporaries(params))
+        pages = -(-int(config.pool) // config.page_size)
+        return catalogue_of(config, model=model, mesh=mesh, backend=backend, pages=pages)
+    smallest = catalogue_of(config, model=model, mesh=mesh, backend=backend)
+    budget = pool_bytes(config, mesh, lambda: smallest.largest_temporaries(params))
     # More than every slot at max_len would help nobody but the prefix table.
-    return catalogue(min(config.slots * smallest, budget // page_bytes))
+    pages = min(config.slots * smallest.scheduler.pages_per_row, budget // smallest.page_bytes)
+    return catalogue_of(config, model=model, mesh=mesh, backend=backend, pages=pages)
+
+
+def catalogue_of(
+    config: EngineConfig, *, model: Model, mesh: Mesh, backend: str, pages: int | None = None
+) -> Catalogue:
+    """The programs for a pool of this many pages; None = the fewest that hold one sequence of max_len."""
+    context = model.shape.max_position
+    if config.max_len > context:
+        raise ValueError(f"max_len={config.max_len} is above the model's context of {context}")
+    max_len = config.max_len or min(context, DEFAULT_MAX_LEN)
+    scheduler = SchedulerConfig(
+        slots=config.slots,
+        page_size=config.page_size,
+        num_pages=1 + (-(-max_len // config.page_size) if pages is None else pages),  # page 0 is scrap
+        max_len=max_len,
+        queue_limit=config.queue_limit + config.slots,
+        prefix_reuse=config.prefix_reuse,
+        max_decode_wait=config.max_decode_wait,
+        decode_buckets=decode_buckets(config),
+        prefill_buckets=prefill_buckets(config, max_len),
+        batch_invariant=config.batch_invariant,
+    )
+    return Catalogue.of(model, scheduler, config, mesh=mesh, backend=backend)
 
 
 def pool_bytes(config: EngineConfig, mesh: Mesh, temporaries: Callable[[], int]) -> int:
@@ -156,8 +191,8 @@ def _available_ram() -> int:
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def _tell(console: Console, runner: Runner, info: ModelInfo, scheduler: SchedulerConfig, *, loading: float,
-          warming: float, misses: int) -> None:  # fmt: skip
+def _tell(console: Console, runner: Runner, info: ModelInfo, scheduler: SchedulerConfig, *, reason: str,
+          loading: float, warming: float, misses: int) -> None:  # fmt: skip
     table = Table("program", "trace s", "compile s", "temp MiB", title="compiled programs")
     for program in runner.programs.infos:
         cells = (program.trace_seconds, program.compile_seconds, program.temp_bytes / 2**20)
@@ -166,7 +201,7 @@ def _tell(console: Console, runner: Runner, info: ModelInfo, scheduler: Schedule
     fit = scheduler.pool_tokens // scheduler.max_len
     console.print(
         f"{info.name}: {info.parameters / 1e6:.1f}M parameters, {info.dtype}, on {info.device},"
-        f" attention {info.attention_backend}\n"
+        f" attention {info.attention_backend} ({reason})\n"
         f"pool: {scheduler.num_pages - 1} pages of {scheduler.page_size} = {scheduler.pool_tokens} tokens,"
         f" {fit} sequences of {scheduler.max_len} fit at once; {scheduler.slots} slots\n"
         f"weights {loading:.1f} s, programs {warming:.1f} s ({misses} compiled, the rest from the cache)"

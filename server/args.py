@@ -65,11 +65,15 @@ class Parser(argparse.ArgumentParser):
 Config = TypeVar("Config", EngineConfig, ServerConfig)
 
 
-def add_flags(parser: argparse.ArgumentParser, config_class: type[Config]) -> None:
-    """A flag for every field of `config_class`, in the groups that its metadata names."""
+def add_flags(
+    parser: argparse.ArgumentParser, config_class: type[Config], *, only: Sequence[str] | None = None
+) -> None:
+    """A flag for every field of `config_class` (or only for these), in the groups that its metadata names."""
     hints = typing.get_type_hints(config_class)
     groups: dict[str, argparse._ArgumentGroup] = {}
     for field in dataclasses.fields(config_class):
+        if only is not None and field.name not in only:
+            continue
         name = field.metadata["group"]
         if name not in groups:
             groups[name] = parser.add_argument_group(name)

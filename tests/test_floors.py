@@ -18,6 +18,9 @@ FLOORS = {
     "scripts": 9,
     "jaxserve": 8,  # the package's own names: LLM, SamplingParams
     "jaxserve.llm": 8,
+    "jaxserve.sizing": 7,
+    "jaxserve.ahead": 7,
+    "jaxserve.roofline": 6,
     "jaxserve.start": 7,
     "jaxserve.engine": 6,
     "jaxserve.loop": 6,
@@ -36,10 +39,11 @@ FLOORS = {
     "jaxserve.buckets": 1,
     "jaxserve.request": 0,
     "jaxserve.config": 0,
+    "jaxserve.chips": 0,
     "checkpoints": 0,
     "pallas_kernels": 0,
 }
-HOST = ("jaxserve.sched", "jaxserve.text", "jaxserve.request", "jaxserve.config", "jaxserve.buckets")
+HOST = ("jaxserve.sched", "jaxserve.text", "jaxserve.request", "jaxserve.config", "jaxserve.buckets", "jaxserve.chips")
 DEVICE = ("jaxserve.device", "jaxserve.models", "jaxserve.quant", "pallas_kernels")
 NEVER = {"torch", "transformers"}
 

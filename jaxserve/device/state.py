@@ -43,13 +43,14 @@ class SlotShape:
 class KVPool:
     """Keys and values of every layer's pages.  Layer l's page p is row l * NP + p; page 0 of every layer is scrap."""
 
-    data: Array  # [L * NP, 2, K, T, H]
+    data: Array  # [L * NP, 2, K, T, H']  H' = H or more, zeros past H
     scale: Array | None = None  # [L * NP, 2, K, T] for 8-bit pools
     pages: int = struct.field(pytree_node=False, default=0)  # NP
 
     @staticmethod
-    def zeros(shape: ModelShape, *, pages: int, page_size: int, dtype) -> KVPool:
-        data = jnp.zeros((shape.layers * pages, 2, shape.kv_heads, page_size, shape.head_dim), dtype)
+    def zeros(shape: ModelShape, *, pages: int, page_size: int, head_dim: int, dtype) -> KVPool:
+        """head_dim: H', of `jaxserve.device.attention.pool_head_dim`."""
+        data = jnp.zeros((shape.layers * pages, 2, shape.kv_heads, page_size, head_dim), dtype)
         return KVPool(data=data, pages=pages)
 
 

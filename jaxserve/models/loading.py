@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from checkpoints import Checkpoint, ModelFiles, open_checkpoint
 from checkpoints.orbax_store import OrbaxStore
-from jaxserve.device.sharding import TENSOR_AXIS, weight_sharding
+from jaxserve.device.sharding import TENSOR_AXIS, weight_format
 from jaxserve.models.decoder import Decoder, Layout, Params, Weight
 from jaxserve.models.names import Part, Parts
 from jaxserve.models.saved import load_saved
@@ -93,7 +93,7 @@ def check_tensors(checkpoint: Checkpoint, parts: Mapping[str, Parts], model: Dec
 def put_on_mesh(host: np.ndarray, weight: Weight, mesh: Mesh, *, is_stacked: bool) -> jax.Array:
     """Waits until the weight is there, so that the caller's memory can go."""
     axes = ("layers", *weight.axes) if is_stacked else weight.axes
-    return jax.block_until_ready(jax.device_put(host, weight_sharding(mesh, host.shape, axes)))
+    return jax.block_until_ready(jax.device_put(host, weight_format(mesh, host.shape, axes)))
 
 
 def _build(checkpoint: Checkpoint, parts: Parts, weight: Weight, layers: Sequence[int | None]) -> np.ndarray:

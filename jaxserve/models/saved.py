@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from checkpoints.orbax_store import OrbaxStore, save
-from jaxserve.device.sharding import TENSOR_AXIS, weight_sharding
+from jaxserve.device.sharding import TENSOR_AXIS, weight_format
 from jaxserve.models.decoder import Decoder, Layout, Params, Weight
-from jaxserve.models.tree import layout_for, make_model, to_tree
+from jaxserve.models.tree import abstract_params, layout_for, make_model, to_tree
 
 
 def save_params(folder: Path, model: Decoder, params: Params, *, config: Mapping, name: str) -> None:
@@ -41,23 +41,18 @@ def load_saved(store: OrbaxStore, *, dtype: str, mesh: Mesh, layout: Layout | No
             " load the files it was converted from instead"
         )
     weights, layers = model.weights(), model.config.layers
-    target = to_tree({path: _target(path, weight, mesh, saved, layers) for path, weight in weights.items()}, layers)
+    target = abstract_params(model, mesh, saved)
     params = store.restore(_with_string_keys(target))
     if saved == "list":
         params["blocks"] = [params["blocks"][str(i)] for i in range(layers)]
     if saved == (layout or layout_for(mesh)):
-        return model, params
+        return model, jax.tree.map(_reordered, params, target)
     return model, _other_layout(params, weights, mesh, layers)
 
 
-def _target(
-    path: str, weight: Weight, mesh: Mesh, layout: Layout, layers: int
-) -> jax.ShapeDtypeStruct | list[jax.ShapeDtypeStruct]:
-    is_block = path.startswith("blocks/")
-    is_stacked = is_block and layout == "stacked"
-    shape, axes = ((layers, *weight.shape), ("layers", *weight.axes)) if is_stacked else (weight.shape, weight.axes)
-    spec = jax.ShapeDtypeStruct(shape, weight.dtype, sharding=weight_sharding(mesh, shape, axes))
-    return [spec] * layers if is_block and not is_stacked else spec
+def _reordered(leaf: jax.Array, wanted: jax.ShapeDtypeStruct) -> jax.Array:
+    """Orbax restores the usual order of dims; where the device wants another one, the weight is copied into it."""
+    return leaf if wanted.format.layout is None else jax.device_put(leaf, wanted.format)
 
 
 def _other_layout(params: Params, weights: Mapping[str, Weight], mesh: Mesh, layers: int) -> Params:
@@ -73,11 +68,11 @@ def _other_layout(params: Params, weights: Mapping[str, Weight], mesh: Mesh, lay
         if top == "outer":
             leaves[path] = found[0]
         elif was_list:
-            sharding = weight_sharding(mesh, (layers, *weight.shape), ("layers", *weight.axes))
-            leaves[path] = jax.device_put(jnp.stack(found), sharding)
+            where = weight_format(mesh, (layers, *weight.shape), ("layers", *weight.axes))
+            leaves[path] = jax.device_put(jnp.stack(found), where)
         else:
-            sharding = weight_sharding(mesh, weight.shape, weight.axes)
-            leaves[path] = [jax.device_put(found[0][layer], sharding) for layer in range(layers)]
+            where = weight_format(mesh, weight.shape, weight.axes)
+            leaves[path] = [jax.device_put(found[0][layer], where) for layer in range(layers)]
         jax.block_until_ready(leaves[path])
     return to_tree(leaves, layers)
 

@@ -9,6 +9,7 @@ from typing import TypeVar
 import jax
 from jax.sharding import Mesh
 
+from jaxserve.device.sharding import weight_format
 from jaxserve.models import MODELS
 from jaxserve.models.decoder import DTYPES, Decoder, Layout, Params
 
@@ -32,6 +33,19 @@ def make_model(hf: Mapping, *, dtype: str, tensor_parallel: int) -> Decoder:
 def layout_for(mesh: Mesh) -> Layout:
     """Stacked on TPU, where layers are a scan; a list elsewhere (`decoder.for_layers` says why)."""
     return "stacked" if mesh.devices.flat[0].platform == "tpu" else "list"
+
+
+def abstract_params(model: Decoder, mesh: Mesh, layout: Layout) -> Params:
+    """The tree of weights as shapes, dtypes and places, without any weight."""
+    layers = model.config.layers
+    leaves: dict[str, jax.ShapeDtypeStruct | list[jax.ShapeDtypeStruct]] = {}
+    for path, weight in model.weights().items():
+        is_block = path.startswith("blocks/")
+        is_stacked = is_block and layout == "stacked"
+        shape, axes = ((layers, *weight.shape), ("layers", *weight.axes)) if is_stacked else (weight.shape, weight.axes)
+        leaf = jax.ShapeDtypeStruct(shape, weight.dtype, sharding=weight_format(mesh, shape, axes))
+        leaves[path] = [leaf] * layers if is_block and not is_stacked else leaf
+    return to_tree(leaves, layers)
 
 
 def to_tree(leaves: Mapping[str, Leaf | list[Leaf]], layers: int) -> Params:

@@ -145,11 +145,21 @@ def _page_blocks(data: Array, table: Array, index: Array, side: int, *, block: i
     pages = block // page_size
     column = index[:, None] * pages + lax.iota(jnp.int32, pages)[None, :]
     page = jnp.take_along_axis(table, jnp.minimum(column, table.shape[1] - 1), 1) * 2 + side  # [W, pages]
-    if pages == 1:  # whole pages: one contiguous piece each, the fastest gather
-        flat = data.reshape(pool_rows * 2, -1).at[page[:, 0]].get(mode="promise_in_bounds")
-        return flat.reshape(num_rows, kv_heads, block, head_dim)
-    got = data.reshape(pool_rows * 2, kv_heads, page_size, head_dim).at[page].get(mode="promise_in_bounds")
-    return got.transpose(0, 2, 1, 3, 4).reshape(num_rows, kv_heads, block, head_dim)
+    whole = lax.platform_dependent(data, page, cpu=_gather_flat, default=_gather_pages)  # [W, pages, K, T, H]
+    return whole.transpose(0, 2, 1, 3, 4).reshape(num_rows, kv_heads, block, head_dim)
+
+
+def _gather_flat(data: Array, page: Array) -> Array:
+    """Each page one contiguous row: the fastest gather on CPU.  An accelerator's tiled layout would have to be undone for
+    it, by a copy of the whole pool."""
+    pool_rows, _, *page_shape = data.shape
+    flat = data.reshape(pool_rows * 2, -1).at[page].get(mode="promise_in_bounds")
+    return flat.reshape(*page.shape, *page_shape)
+
+
+def _gather_pages(data: Array, page: Array) -> Array:
+    pool_rows, _, *page_shape = data.shape
+    return data.reshape(pool_rows * 2, *page_shape).at[page].get(mode="promise_in_bounds")
 
 
 def _scores(query: Array, key: Array) -> Array:
