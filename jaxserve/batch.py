@@ -10,9 +10,10 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from jaxserve.device.sampling import DRAWN_WIDTH
 from jaxserve.device.slots import FLOATS, INTS, load_width
 from jaxserve.device.state import RowFlag, SlotShape
-from jaxserve.device.steps import DRAWN_WIDTH, HEAD, SCORED_WIDTH
+from jaxserve.device.steps import HEAD, SCORED_WIDTH
 from jaxserve.request import MAX_LOGPROBS, SamplingParams, TokenLogprobs
 from jaxserve.sched.plan import Call, Row, RowOutcome, SlotLoad
 
@@ -124,6 +125,31 @@ def read_call(call: Call, drawn: np.ndarray, scored: dict[int, np.ndarray]) -> l
                 logprobs=logprobs,
                 prompt_logprobs=prompt_logprobs,
                 is_nan=bool(is_nan[i]) and bool(token_ids),
+            )
+        )
+    return outcomes
+
+
+def read_verified(call: Call, drawn: np.ndarray) -> list[RowOutcome]:
+    """drawn [rows_bucket, 1 + (K+1) * DRAWN_WIDTH] int32 of `accept` -> outcomes."""
+    drafted = drawn[:, 0].tolist()
+    draws = drawn[:, 1:].reshape(drawn.shape[0], -1, DRAWN_WIDTH)
+    tokens = draws[:, :, 0].tolist()
+    is_nan = draws[:, :, 1].tolist()
+    outcomes = []
+    for i, row in enumerate(call.rows):
+        token_ids = tuple([token for token in tokens[i] if token >= 0])
+        logprobs = None
+        if row.logprobs is not None:
+            logprobs = tuple(
+                [_token_logprobs(token, draws[i, at, 2:], row.logprobs) for at, token in enumerate(token_ids)]
+            )
+        outcomes.append(
+            RowOutcome(
+                token_ids=token_ids,
+                logprobs=logprobs or None,
+                is_nan=any(is_nan[i][: len(token_ids)]),
+                drafted=drafted[i] if token_ids else 0,
             )
         )
     return outcomes

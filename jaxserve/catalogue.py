@@ -1,7 +1,7 @@
 """The list of programs an engine needs, with the shapes of everything they take.  Compiles and holds nothing itself.
 
-Names: "load", "decode R", "prefill RxQ", "score T" (prompt logprobs, T = R x Q of the
-prefill call), "sample R"."""
+Names: "load", "decode R" (with a draft instead: "propose R", "verify R", "accept R"), "prefill RxQ", "score T" (prompt
+logprobs, T = R x Q of the prefill call), "sample R"."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as Spec
 
 from jaxserve.config import EngineConfig, SchedulerConfig
-from jaxserve.device import steps
+from jaxserve.device import speculate, steps
 from jaxserve.device.attention import POOL, pool_head_dim
 from jaxserve.device.sharding import abstract
 from jaxserve.device.slots import load_slot, load_width
+from jaxserve.device.speculate import Draft, Proposed
 from jaxserve.device.state import KVPool, SlotShape, SlotState
 from jaxserve.device.steps import HEAD, Model, Params
 from jaxserve.programs import Programs, Wanted
@@ -38,14 +39,20 @@ class Catalogue:
     slot_shape: SlotShape
     mesh: Mesh
     backend: str  # of paged attention
+    draft: Draft | None = None
 
     @staticmethod
-    def of(model: Model, scheduler: SchedulerConfig, config: EngineConfig, *, mesh: Mesh, backend: str) -> Catalogue:
+    def of(
+        model: Model, scheduler: SchedulerConfig, config: EngineConfig, *, mesh: Mesh, backend: str,
+        draft: Draft | None = None,
+    ) -> Catalogue:  # fmt: skip
         slot_shape = SlotShape(
             slots=scheduler.slots, max_len=scheduler.max_len, vocab=model.shape.vocab, stop_ids=config.max_stop_ids,
             biases=config.max_logit_bias, allowed_ids=config.max_allowed_ids,
         )  # fmt: skip
-        return Catalogue(model=model, scheduler=scheduler, slot_shape=slot_shape, mesh=mesh, backend=backend)
+        return Catalogue(
+            model=model, scheduler=scheduler, slot_shape=slot_shape, mesh=mesh, backend=backend, draft=draft
+        )
 
     @property
     def replicated(self) -> NamedSharding:
@@ -53,8 +60,13 @@ class Catalogue:
 
     @property
     def row_buckets(self) -> list[int]:
-        """Rows of the samplers: decode and prefill calls share them."""
+        """Rows of every call that draws."""
         return sorted({*self.scheduler.decode_buckets, *(rows for rows, _ in self.scheduler.prefill_buckets)})
+
+    @property
+    def sample_buckets(self) -> list[int]:
+        """Rows of the samplers: decode and prefill calls share them; verify calls have their own."""
+        return self.row_buckets if self.draft is None else sorted({rows for rows, _ in self.scheduler.prefill_buckets})
 
     @property
     def packed_columns(self) -> int:
@@ -111,8 +123,21 @@ class Catalogue:
         load = jit(partial(load_slot, shape=self.slot_shape), donate_argnums=0, out_shardings=replicated)
         wanted: Wanted = {"load": (load, (slots, array(load_width(self.slot_shape))))}
         for rows in self.scheduler.decode_buckets:
-            step = jit(partial(steps.decode, self.model, **common), donate_argnums=1, out_shardings=forward_out)
-            wanted[f"decode {rows}"] = (step, (weights, pool, slots, array(rows, self.packed_columns)))
+            packed = array(rows, self.packed_columns)
+            if self.draft is None:
+                step = jit(partial(steps.decode, self.model, **common), donate_argnums=1, out_shardings=forward_out)
+                wanted[f"decode {rows}"] = (step, (weights, pool, slots, packed))
+                continue
+            drafts = self.scheduler.num_drafts
+            proposed = _placed(jax.eval_shape(partial(Proposed.empty, rows, drafts)), replicated)
+            step = partial(self.draft.propose, drafts=drafts, **common)
+            step = jit(step, donate_argnums=1, out_shardings=forward_out)
+            wanted[f"propose {rows}"] = (step, (self.draft.weights(weights), pool, slots, packed))
+            step = jit(partial(speculate.verify, self.model, **common), donate_argnums=1, out_shardings=forward_out)
+            wanted[f"verify {rows}"] = (step, (weights, pool, slots, packed, proposed))
+            step = jit(speculate.accept, donate_argnums=0, out_shardings=replicated)
+            logits, mask = array(rows, 1 + drafts, shape.vocab, dtype="float32"), self._mask(rows)
+            wanted[f"accept {rows}"] = (step, (slots, logits, array(rows), packed, mask, proposed))
         for rows, chunk in self.scheduler.prefill_buckets:
             packed = array(rows, self.packed_columns)
             step = partial(steps.prefill, self.model, queries=chunk, **common)
@@ -122,9 +147,9 @@ class Catalogue:
             hidden = array(rows * chunk, shape.width, dtype=self.model.dtype)
             wanted[f"score {rows * chunk}"] = (score, (weights, hidden, slots, array(3)))
         draw = jit(steps.sample, donate_argnums=0, out_shardings=replicated)
-        for rows in self.row_buckets:
-            logits, mask = array(rows, 1, shape.vocab, dtype="float32"), array(rows, self.mask_words, dtype="uint32")
-            wanted[f"sample {rows}"] = (draw, (slots, logits, array(rows), array(rows, self.packed_columns), mask))
+        for rows in self.sample_buckets:
+            logits, packed = array(rows, 1, shape.vocab, dtype="float32"), array(rows, self.packed_columns)
+            wanted[f"sample {rows}"] = (draw, (slots, logits, array(rows), packed, self._mask(rows)))
         return wanted
 
     def largest_temporaries(self, params: Params) -> int:
@@ -137,11 +162,12 @@ class Catalogue:
     def deciding(self) -> tuple[str, ...]:
         """Names of the largest decode, prefill and sampler: no other program needs more memory."""
         rows, chunk = max(self.scheduler.prefill_buckets, key=lambda bucket: bucket[0] * bucket[1])
-        return (
-            f"decode {self.scheduler.decode_buckets[-1]}",
-            f"prefill {rows}x{chunk}",
-            f"sample {self.row_buckets[-1]}",
-        )
+        most = self.scheduler.decode_buckets[-1]
+        steps = (f"decode {most}",) if self.draft is None else (f"propose {most}", f"verify {most}", f"accept {most}")
+        return (*steps, f"prefill {rows}x{chunk}", f"sample {self.sample_buckets[-1]}")
+
+    def _mask(self, rows: int) -> jax.ShapeDtypeStruct:
+        return self._array(rows, self.mask_words, dtype="uint32")
 
     def _array(self, *shape: int, dtype: str = "int32") -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=self.replicated)

@@ -13,6 +13,7 @@ Accelerator = Literal["auto", "cpu", "gpu", "tpu"]
 DTypeName = Literal["auto", "float32", "bfloat16"]
 AttentionBackend = Literal["auto", "xla", "pallas_tpu", "pallas_triton", "pallas_mosaic_gpu", "reference"]
 
+MAX_DRAFTS = 15  # a verify row then has 16 queries, the most a decode kernel is made for
 DEFAULT_MODEL = "smollm2-135m-instruct"
 
 
@@ -50,6 +51,9 @@ class EngineConfig:
         False, "one decode and one prefill shape: a row's bits never depend on its mates", "scheduling"
     )
 
+    draft: str = option("none", "what proposes tokens ahead: none, ngram or self:layers=N", "speculation")
+    speculate_tokens: int = option(4, "draft tokens that a step verifies, with --draft", "speculation")
+
     max_stop_ids: int = option(16, "stop ids (end-of-sequence ids included) a request may have", "limits")
     max_logit_bias: int = option(300, "logit_bias and banned_token_ids entries a request may have, together", "limits")
     max_allowed_ids: int = option(1024, "allowed_token_ids a request may have", "limits")
@@ -75,6 +79,8 @@ class EngineConfig:
         for name in ("slots", "queue_limit", "tensor_parallel", "max_stop_ids", "max_logit_bias", "max_allowed_ids"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if not 1 <= self.speculate_tokens <= MAX_DRAFTS:
+            raise ValueError(f"speculate_tokens={self.speculate_tokens} must be between 1 and {MAX_DRAFTS}")
         for name in ("prefill_chunk", "prefill_tokens"):
             if getattr(self, name) < 16:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 16")
@@ -89,6 +95,11 @@ class EngineConfig:
             raise ValueError(
                 f"pool={self.pool!r} must be auto or a number of tokens, at least one page ({self.page_size})"
             )
+
+    @property
+    def num_drafts(self) -> int:
+        """K: 0 without speculation."""
+        return 0 if self.draft == "none" else self.speculate_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -114,6 +114,7 @@ class SamplingParams:
     prompt_logprobs_start: int = 0  # positions before it get no entry, and may be prefix hits
     detokenize: bool = True
     skip_special_tokens: bool = True
+    speculate: bool = True  # False: no drafts for this request; they change no token, only the time it takes
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None:
@@ -143,7 +144,7 @@ class SamplingParams:
             if getattr(self, name) is not None:
                 _check_int(name, getattr(self, name), 0, MAX_LOGPROBS)
         _check_int("prompt_logprobs_start", self.prompt_logprobs_start, 0)
-        for name in ("include_stop_str_in_output", "ignore_eos", "detokenize", "skip_special_tokens"):
+        for name in ("include_stop_str_in_output", "ignore_eos", "detokenize", "skip_special_tokens", "speculate"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name} must be true or false, got {getattr(self, name)!r}", field=name)
         self._normalise()

@@ -15,6 +15,7 @@ from jax import Array
 
 from jaxserve import batch
 from jaxserve.catalogue import Catalogue
+from jaxserve.device.speculate import Proposed
 from jaxserve.device.state import KVPool, SlotState
 from jaxserve.device.steps import SCORE_BLOCK, Forwarded, Params
 from jaxserve.programs import Programs
@@ -29,7 +30,8 @@ class _PendingCall:
     scored: dict[
         int, list[tuple[int, Array]]
     ]  # row -> blocks of prompt logprobs: entries to skip, [block, SCORED_WIDTH]
-    drawn: Array | None = None  # [R, DRAWN_WIDTH], once the sampler has been dispatched
+    proposed: Proposed | None = None  # of a verify call
+    drawn: Array | None = None  # what `sample` or `accept` returned, once it has been dispatched
 
     def outcomes(self):
         assert self.drawn is not None, "the sampler of this call was not dispatched"
@@ -37,6 +39,8 @@ class _PendingCall:
             row: np.concatenate([np.asarray(block)[skip:] for skip, block in blocks])
             for row, blocks in self.scored.items()
         }
+        if self.proposed is not None:
+            return batch.read_verified(self.call, np.asarray(self.drawn))
         return batch.read_call(self.call, np.asarray(self.drawn), scored)
 
 
@@ -62,6 +66,7 @@ class Runner:
         self.programs = Programs()
         self.pool: KVPool = catalogue.new_pool()
         self.slots: SlotState = catalogue.new_slots()
+        self._draft_params = catalogue.draft.weights(params) if catalogue.draft else {}
         self._no_mask = {rows: self._full_mask(rows) for rows in catalogue.row_buckets}
         self._flags: dict[int, int] = {}  # slot -> sampler flags of its owner
 
@@ -69,7 +74,7 @@ class Runner:
         """Compile every program and run the largest of each kind.  -> seconds of each prefill bucket: two are measured,
         those between lie on the line through them."""
         self.programs.compile(self.catalogue.wanted(self.params))
-        self._time_call(Call((), self.scheduler.decode_buckets[-1], 1), is_decode=True)
+        self._time_call(Call((), self.scheduler.decode_buckets[-1], 1 + self.scheduler.num_drafts), is_decode=True)
         buckets = self.scheduler.prefill_buckets
         measured = {rows * chunk: self._time_prefill(rows, chunk) for rows, chunk in (buckets[0], buckets[-1])}
         seconds = np.interp([rows * chunk for rows, chunk in buckets], list(measured), list(measured.values()))
@@ -123,6 +128,8 @@ class Runner:
         )  # fmt: skip
 
     def _forward(self, call: Call, packed: np.ndarray, *, is_decode: bool) -> _PendingCall:
+        if is_decode and self.catalogue.draft is not None:
+            return self._verify(call, packed)
         name = f"decode {call.rows_bucket}" if is_decode else f"prefill {call.rows_bucket}x{call.queries}"
         forwarded, self.pool = self.programs[name](self.params, self.pool, self.slots, packed)
         scored = {
@@ -131,6 +138,13 @@ class Runner:
             if row.prompt_logprobs is not None and row.prompt_logprobs_from < row.start + row.q_len
         }
         return _PendingCall(call, packed, forwarded, scored)
+
+    def _verify(self, call: Call, packed: np.ndarray) -> _PendingCall:
+        rows = call.rows_bucket
+        propose, verify = self.programs[f"propose {rows}"], self.programs[f"verify {rows}"]
+        proposed, self.pool = propose(self._draft_params, self.pool, self.slots, packed)
+        forwarded, self.pool = verify(self.params, self.pool, self.slots, packed, proposed)
+        return _PendingCall(call, packed, forwarded, {}, proposed)
 
     def _score(self, hidden: Array, call: Call, index: int) -> list[tuple[int, Array]]:
         """Prompt logprobs of one row, block by block.  -> (entries to skip, [block, SCORED_WIDTH])."""
@@ -146,7 +160,9 @@ class Runner:
     def _sample(self, pending: _PendingCall, masks: Mapping[int, bytes]) -> None:
         rows = pending.call.rows_bucket
         mask = batch.pack_masks(dict(masks), rows, self._vocab) if masks else self._no_mask[rows]
-        forwarded = pending.forwarded
-        pending.drawn, self.slots = self.programs[f"sample {rows}"](
-            self.slots, forwarded.logits, forwarded.kv_len, pending.packed, mask
+        forwarded, name, drafts = pending.forwarded, f"sample {rows}", ()
+        if pending.proposed is not None:
+            name, drafts = f"accept {rows}", (pending.proposed,)
+        pending.drawn, self.slots = self.programs[name](
+            self.slots, forwarded.logits, forwarded.kv_len, pending.packed, mask, *drafts
         )

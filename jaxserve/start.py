@@ -26,7 +26,8 @@ from jaxserve.catalogue import Catalogue
 from jaxserve.config import EngineConfig, SchedulerConfig
 from jaxserve.device.attention import why_not
 from jaxserve.device.sharding import make_mesh
-from jaxserve.device.steps import Model, Params
+from jaxserve.device.steps import Params
+from jaxserve.drafts import make_draft
 from jaxserve.engine import Engine, ModelInfo
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.loading import load_params
@@ -136,7 +137,7 @@ def use_compile_cache(folder: str) -> None:
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
-def plan_memory(config: EngineConfig, *, model: Model, params: Params, mesh: Mesh, backend: str) -> Catalogue:
+def plan_memory(config: EngineConfig, *, model: Decoder, params: Params, mesh: Mesh, backend: str) -> Catalogue:
     """max_len, pages, buckets: what is fixed before the first program is compiled."""
     if config.pool != "auto":
         pages = -(-int(config.pool) // config.page_size)
@@ -149,7 +150,7 @@ def plan_memory(config: EngineConfig, *, model: Model, params: Params, mesh: Mes
 
 
 def catalogue_of(
-    config: EngineConfig, *, model: Model, mesh: Mesh, backend: str, pages: int | None = None
+    config: EngineConfig, *, model: Decoder, mesh: Mesh, backend: str, pages: int | None = None
 ) -> Catalogue:
     """The programs for a pool of this many pages; None = the fewest that hold one sequence of max_len."""
     context = model.shape.max_position
@@ -166,9 +167,10 @@ def catalogue_of(
         max_decode_wait=config.max_decode_wait,
         decode_buckets=decode_buckets(config),
         prefill_buckets=prefill_buckets(config, max_len),
+        num_drafts=config.num_drafts,
         batch_invariant=config.batch_invariant,
     )
-    return Catalogue.of(model, scheduler, config, mesh=mesh, backend=backend)
+    return Catalogue.of(model, scheduler, config, mesh=mesh, backend=backend, draft=make_draft(config.draft, model))
 
 
 def pool_bytes(config: EngineConfig, mesh: Mesh, temporaries: Callable[[], int]) -> int:

@@ -47,6 +47,7 @@ SWITCHES = (
     ("ignore-eos", "go on past end-of-sequence tokens"),
     ("detokenize", "text; --no-detokenize prints token ids"),
     ("skip-special-tokens", "leave control tokens out of the text"),
+    ("speculate", "let a server that has a draft use it"),
 )
 
 

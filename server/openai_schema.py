@@ -63,6 +63,7 @@ SAMPLING: Mapping[str, Check] = {
     "include_stop_str_in_output": boolean,
     "ignore_eos": boolean,
     "skip_special_tokens": boolean,
+    "speculate": boolean,
     "prompt_logprobs_start": integer,
 }
 COMMON: Mapping[str, Check] = {

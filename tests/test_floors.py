@@ -29,6 +29,7 @@ FLOORS = {
     "jaxserve.limits": 6,
     "jaxserve.runner": 5,
     "jaxserve.catalogue": 5,
+    "jaxserve.drafts": 4,
     "jaxserve.programs": 5,
     "jaxserve.batch": 4,
     "jaxserve.sched": 3,

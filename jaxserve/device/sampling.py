@@ -17,8 +17,11 @@ from jaxserve.device.logprobs import Scores, prompt_logprobs, score
 from jaxserve.device.noise import gumbel
 from jaxserve.device.state import SEEN_IN_PROMPT, RowFlag, SlotState
 from jaxserve.device.truncation import argmax, keep_min_p, truncated_draw
+from jaxserve.request import MAX_LOGPROBS
 
-__all__ = ["PROCESSORS", "Drawn", "draw", "prompt_logprobs", "record", "rows_of"]
+__all__ = ["PROCESSORS", "Drawn", "draw", "float_bits", "pack_drawn", "prompt_logprobs", "record", "rows_of"]
+
+DRAWN_WIDTH = 4 + 2 * MAX_LOGPROBS  # token (-1 = none), is_nan, rank, logprob bits, top ids, top logprob bits
 
 _NEVER = -jnp.inf
 _GROUP_LOGITS = 8 * 49152  # logits worked on together on CPU: 1.5 MiB each time they are held
@@ -64,6 +67,17 @@ def draw(logits: Array, rows: SlotState, mask: Array, flags: Array) -> Drawn:
     logits [R, V] float32, rows of `rows_of`, mask [R, ceil(V/32)] uint32, flags [R] int32 RowFlag."""
     inputs = RowInputs(state=rows, mask=mask, flags=flags)
     return lax.platform_dependent(logits, inputs, cpu=_draw_in_groups, default=_draw_rows)
+
+
+def pack_drawn(drawn: Drawn, takes: Array) -> Array:
+    """-> [R, DRAWN_WIDTH] int32 for the host; the token is -1 where the row takes none."""
+    head = [jnp.where(takes, drawn.token, -1), drawn.is_nan.astype(jnp.int32), drawn.rank, float_bits(drawn.logprob)]
+    return jnp.concatenate([jnp.stack(head, axis=1), drawn.top_ids, float_bits(drawn.top_logprobs)], axis=1)
+
+
+def float_bits(values: Array) -> Array:
+    """float32 as the int32 of the same bits."""
+    return lax.bitcast_convert_type(values.astype(jnp.float32), jnp.int32)
 
 
 def _draw_in_groups(logits: Array, inputs: RowInputs) -> Drawn:

@@ -16,11 +16,11 @@ from jax.sharding import Mesh
 
 from jaxserve.device import sampling
 from jaxserve.device.attention import Attend, make_attend
+from jaxserve.device.sampling import float_bits, pack_drawn
 from jaxserve.device.state import KVPool, ModelShape, RowFlag, SlotState, StepInputs
 from jaxserve.request import MAX_LOGPROBS
 
 HEAD = 4  # slot, q_len, start, flags: the columns of a packed call before its page table
-DRAWN_WIDTH = 4 + 2 * MAX_LOGPROBS  # token (-1 = none), is_nan, rank, logprob bits, top ids, top logprob bits
 SCORED_WIDTH = 3 + 2 * MAX_LOGPROBS  # token, rank, logprob bits, top ids, top logprob bits
 SCORE_BLOCK = 64  # positions scored at once: their logits are [64, V]
 
@@ -54,7 +54,7 @@ class Forwarded:
     """What forward leaves for the sampler."""
 
     hidden: Array  # [R * Q, D], for prompt logprobs
-    logits: Array  # [R, 1, V] float32, of each row's last query
+    logits: Array  # [R, 1, V] float32, of each row's last query; of verify [R, K+1, V], of every query
     kv_len: Array  # [R] int32; 0 = the row was inert
 
 
@@ -62,7 +62,7 @@ def prefill(model: Model, params: Params, pool: KVPool, slots: SlotState, packed
             backend: str, mesh: Mesh) -> tuple[Forwarded, KVPool]:  # fmt: skip
     """A chunk of each row's prompt.  packed [R, HEAD + P] -> logits of each row's last query, pool."""
     slot, q_len, start = packed[:, 0], packed[:, 1], packed[:, 2]
-    inputs = _place(packed, start, q_len, queries)
+    inputs = place(packed, start, q_len, queries)
     tokens = slots.tokens[slot[:, None], inputs.positions]
     attend = make_attend(inputs, backend=backend, mesh=mesh)
     hidden, pool = model.forward(params, tokens, inputs.positions, pool, attend)
@@ -77,7 +77,7 @@ def decode(model: Model, params: Params, pool: KVPool, slots: SlotState, packed:
     slot = packed[:, 0]
     start = slots.kv_len[slot]
     q_len = jnp.where(slots.length[slot] < slots.limit[slot], packed[:, 1], 0)
-    inputs = _place(packed, start, q_len, 1)
+    inputs = place(packed, start, q_len, 1)
     tokens = slots.tokens[slot[:, None], inputs.positions]
     attend = make_attend(inputs, backend=backend, mesh=mesh)
     hidden, pool = model.forward(params, tokens, inputs.positions, pool, attend)
@@ -86,7 +86,8 @@ def decode(model: Model, params: Params, pool: KVPool, slots: SlotState, packed:
     ), pool
 
 
-def _place(packed: Array, start: Array, q_len: Array, queries: int) -> StepInputs:
+def place(packed: Array, start: Array, q_len: Array, queries: int) -> StepInputs:
+    """Rows of q_len [R] queries, the first of each at position start [R]."""
     at = start[:, None] + lax.iota(jnp.int32, queries)[None, :]
     is_query = lax.iota(jnp.int32, queries)[None, :] < q_len[:, None]
     return StepInputs(
@@ -115,9 +116,7 @@ def sample(slots: SlotState, logits: Array, kv_len: Array, packed: Array, mask: 
         kv_len=slots.kv_len.at[slot].set(kv_len),
         counts=slots.counts.at[slot, drawn.token].add(1),
     )
-    head = [jnp.where(takes, drawn.token, -1), drawn.is_nan.astype(jnp.int32), drawn.rank, _bits(drawn.logprob)]
-    packed_out = jnp.concatenate([jnp.stack(head, axis=1), drawn.top_ids, _bits(drawn.top_logprobs)], axis=1)
-    return packed_out, slots
+    return pack_drawn(drawn, takes), slots
 
 
 def prompt_logprobs(model: Model, params: Params, hidden: Array, slots: SlotState, where: Array) -> Array:
@@ -134,9 +133,5 @@ def prompt_logprobs(model: Model, params: Params, hidden: Array, slots: SlotStat
         lambda rows: model.logits(params, rows), states, targets
     )
     return jnp.concatenate(
-        [targets[:, None], rank[:, None], _bits(logprob)[:, None], top_ids, _bits(top_logprobs)], axis=1
+        [targets[:, None], rank[:, None], float_bits(logprob)[:, None], top_ids, float_bits(top_logprobs)], axis=1
     )
-
-
-def _bits(values: Array) -> Array:
-    return lax.bitcast_convert_type(values.astype(jnp.float32), jnp.int32)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 import jax
@@ -104,6 +104,14 @@ class Decoder:
     @property
     def shape(self) -> ModelShape:
         return self.config.shape
+
+    def first_layers(self, layers: int) -> Decoder:
+        """The same model cut off after some of its layers: it takes the same outer weights and the first blocks."""
+        config = replace(
+            self.config, layers=layers, windows=self.config.windows[:layers],
+            rope_of_layer=self.config.rope_of_layer[:layers],
+        )  # fmt: skip
+        return type(self)(config, self.dtype)
 
     def weights(self) -> dict[str, Weight]:
         """Every weight by its path, spelled as in `hf_names`."""

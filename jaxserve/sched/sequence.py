@@ -107,6 +107,11 @@ class SequenceState:
         return self.computed < self.target
 
     @property
+    def speculates(self) -> bool:
+        """A mask that follows the newest token cannot be known for drafts, so such a row goes without."""
+        return self.request.params.speculate and self.request.make_mask is None
+
+    @property
     def shortest(self) -> int:
         """Tokens the device holds at the least once it has done all unread steps: each adds one or more."""
         return self.length + len(self.unread)

@@ -47,7 +47,13 @@ def test_every_sampling_field_has_a_flag_that_reaches_the_server(served: Served,
         "logit-bias": "7=-1.5,8=2", "allowed-token-ids": "1,2,32", "banned-token-ids": "3", "seed": "-1", "stop": "END",
         "stop-token-ids": "4,5", "logprobs": "1", "prompt-logprobs": "0", "prompt-logprobs-start": "1",
     }  # fmt: skip
-    switches = ["--include-stop-str-in-output", "--ignore-eos", "--detokenize", "--no-skip-special-tokens"]
+    switches = [
+        "--include-stop-str-in-output",
+        "--ignore-eos",
+        "--detokenize",
+        "--no-skip-special-tokens",
+        "--no-speculate",
+    ]
     names = {*flags, *(switch.removeprefix("--").removeprefix("no-") for switch in switches)}
     assert names == {field.name.replace("_", "-") for field in pb.SamplingParams.DESCRIPTOR.fields}
     arguments = [f"--{name}={value}" for name, value in flags.items()]
@@ -72,7 +78,7 @@ def test_every_sampling_field_has_a_flag_that_reaches_the_server(served: Served,
     )
     assert (params.logprobs, params.prompt_logprobs, params.prompt_logprobs_start) == (1, 0, 1)
     assert params.include_stop_str_in_output and params.ignore_eos and params.detokenize
-    assert not params.skip_special_tokens
+    assert not params.skip_special_tokens and not params.speculate
     assert "--- 0 ---" in result.stdout and "--- 1 ---" in result.stdout
     assert result.stderr.count("token 0:") == 9 and "prompt 0:" in result.stderr
 

@@ -42,6 +42,7 @@ CHANGED = {
     "prompt_logprobs_start": 1,
     "detokenize": False,
     "skip_special_tokens": False,
+    "speculate": False,
 }
 
 

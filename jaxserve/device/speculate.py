@@ -1,0 +1,185 @@
+"""Speculation: a draft proposes tokens, one verify call computes the target's answer to all of them, `accept` keeps the
+longest run that the target draws itself.
+
+By coupling (Daliri, Musco and Suresh 2024, "Coupling without communication and drafter-invariant speculative
+decoding"): the target's token at every position is drawn exactly as plain sampling draws it there, from the row's noise
+for that position, and a draft counts if it is that token.  So the text is the same with any draft, any number of them,
+or none, and a draft needs no probabilities."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import Array, lax
+from jax.sharding import Mesh
+
+from jaxserve.device import sampling
+from jaxserve.device.attention import make_attend
+from jaxserve.device.sampling import DRAWN_WIDTH, pack_drawn
+from jaxserve.device.state import KVPool, RowFlag, SlotState
+from jaxserve.device.steps import Forwarded, Model, Params, place
+
+
+@struct.dataclass
+class Proposed:
+    """K drafts a row at the most; those from `count` on mean nothing."""
+
+    tokens: Array  # [R, K] int32
+    count: Array  # [R] int32
+
+    @staticmethod
+    def empty(rows: int, drafts: int) -> Proposed:
+        return Proposed(tokens=jnp.zeros((rows, drafts), jnp.int32), count=jnp.zeros((rows,), jnp.int32))
+
+
+class Draft(Protocol):
+    """Where drafts come from.  Whatever it proposes, the text stays the target's."""
+
+    def weights(self, params: Params) -> Params:
+        """What `propose` is handed of the target's weights."""
+        ...
+
+    def propose(
+        self, params: Params, pool: KVPool, slots: SlotState, packed: Array, *, drafts: int, backend: str, mesh: Mesh
+    ) -> tuple[Proposed, KVPool]:
+        """packed [R, HEAD + P].  May write K/V only at the positions that the verify call will write."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class NGram:
+    """Prompt lookup: what followed the last place where the row's newest tokens stood before.
+
+    Of all earlier places the one that agrees with the most of the newest `longest` tokens is taken, the latest of
+    equals; fewer than `shortest` are no reason to expect anything, and the row goes without drafts."""
+
+    longest: int = 4
+    shortest: int = 2
+
+    def weights(self, params: Params) -> Params:
+        return {}
+
+    def propose(
+        self, params: Params, pool: KVPool, slots: SlotState, packed: Array, *, drafts: int, backend: str, mesh: Mesh
+    ) -> tuple[Proposed, KVPool]:
+        slot, start = packed[:, 0], slots.kv_len[packed[:, 0]]
+        tokens, count = jax.vmap(self._look_up, (0, 0, None))(slots.tokens[slot], start + 1, drafts)
+        return Proposed(tokens=tokens, count=jnp.where(_queries(slots, packed) > 1, count, 0)), pool
+
+    def _look_up(self, tokens: Array, length: Array, drafts: int) -> tuple[Array, Array]:
+        """tokens [max_len], length of them known -> drafts [K], count."""
+        at = lax.iota(jnp.int32, tokens.shape[0])
+        agreed = jnp.zeros(tokens.shape, jnp.int32)  # of the newest tokens, those that stand before and at each place
+        agrees = at < length - 1
+        for back in range(self.longest):
+            newest = tokens[jnp.maximum(length - 1 - back, 0)]
+            agrees &= (jnp.roll(tokens, back) == newest) & (at >= back)
+            agreed += agrees.astype(jnp.int32)
+        best = jnp.argmax(agreed * tokens.shape[0] + at).astype(jnp.int32)
+        # Past the newest token the text is taken to repeat with the distance between the two places.
+        period = jnp.maximum(length - 1 - best, 1)
+        ahead = lax.rem(lax.iota(jnp.int32, drafts), period)
+        is_found = jnp.max(agreed) >= self.shortest
+        return tokens[jnp.minimum(best + 1 + ahead, tokens.shape[0] - 1)], jnp.where(is_found, drafts, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class FirstLayers:
+    """The target's own first layers and its head.  They read and write the target's pool: the K/V of the past is
+    exact, and what a draft writes the verify call writes again."""
+
+    model: Model  # of those layers alone
+
+    def weights(self, params: Params) -> Params:
+        layers = self.model.shape.layers
+        blocks = params["blocks"]
+        # A stacked tree is cut once, at start; a list shares the target's arrays.
+        first = blocks[:layers] if isinstance(blocks, list) else jax.tree.map(lambda leaf: leaf[:layers], blocks)
+        return {"outer": params["outer"], "blocks": first}
+
+    def propose(
+        self, params: Params, pool: KVPool, slots: SlotState, packed: Array, *, drafts: int, backend: str, mesh: Mesh
+    ) -> tuple[Proposed, KVPool]:
+        slot, queries = packed[:, 0], _queries(slots, packed)
+        start = slots.kv_len[slot]
+        flags = packed[:, 3] & ~(RowFlag.LOGPROBS | RowFlag.MASK)
+        no_mask = jnp.zeros((slot.shape[0], -(-self.model.shape.vocab // 32)), jnp.uint32)
+
+        def step(carry, i):
+            token, rows, pool = carry
+            takes = i < queries - 1
+            inputs = place(packed, start + i, takes.astype(jnp.int32), 1)
+            attend = make_attend(inputs, backend=backend, mesh=mesh)
+            hidden, pool = self.model.forward(params, token[:, None], inputs.positions, pool, attend)
+            drawn = sampling.draw(self.model.logits(params, hidden)[:, 0], rows, no_mask, flags)
+            return (drawn.token, sampling.record(rows, drawn.token, takes), pool), drawn.token
+
+        carry = (slots.tokens[slot, start], sampling.rows_of(slots, slot), pool)
+        (_, _, pool), tokens = lax.scan(step, carry, lax.iota(jnp.int32, drafts))
+        return Proposed(tokens=tokens.T, count=jnp.maximum(queries - 1, 0)), pool
+
+
+def verify(
+    model: Model, params: Params, pool: KVPool, slots: SlotState, packed: Array, proposed: Proposed, *, backend: str,
+    mesh: Mesh,
+) -> tuple[Forwarded, KVPool]:  # fmt: skip
+    """The last token of each row and its drafts -> logits [R, K+1, V] of all of them."""
+    slot = packed[:, 0]
+    start = slots.kv_len[slot]
+    q_len = jnp.minimum(_queries(slots, packed), 1 + proposed.count)
+    inputs = place(packed, start, q_len, 1 + proposed.tokens.shape[1])
+    tokens = jnp.concatenate([slots.tokens[slot, start][:, None], proposed.tokens], axis=1)
+    attend = make_attend(inputs, backend=backend, mesh=mesh)
+    hidden, pool = model.forward(params, tokens, inputs.positions, pool, attend)
+    return Forwarded(
+        hidden=hidden.reshape(-1, hidden.shape[-1]), logits=model.logits(params, hidden), kv_len=inputs.kv_len
+    ), pool
+
+
+def accept(
+    slots: SlotState, logits: Array, kv_len: Array, packed: Array, mask: Array, proposed: Proposed
+) -> tuple[Array, SlotState]:
+    """Draw each row's tokens up to and including the first that is not its draft, and write them to its slot.
+
+    logits [R, K+1, V], kv_len [R] of `verify`; mask [R, V/32] uint32 binds a row's first draw, and a row with a mask
+    has no drafts -> drawn [R, 1 + (K+1) * DRAWN_WIDTH] int32 (drafts verified, then the draws), slots."""
+    flags, scrap = packed[:, 3], slots.length.shape[0] - 1
+    start = slots.kv_len[packed[:, 0]]
+    q_len = jnp.where((flags & RowFlag.TAKES_TOKEN) > 0, jnp.maximum(kv_len - start, 0), 0)
+    slot = jnp.where(q_len > 0, packed[:, 0], scrap)
+    queries = logits.shape[1]
+    drafts = jnp.pad(proposed.tokens, ((0, 0), (0, 1)), constant_values=-1)
+
+    def step(carry, i):
+        rows, agrees = carry
+        takes = agrees & (i < q_len)
+        drawn = sampling.draw(lax.dynamic_index_in_dim(logits, i, 1, keepdims=False), rows, mask, flags)
+        draft = lax.dynamic_index_in_dim(drafts, i, 1, keepdims=False)
+        rows = sampling.record(rows, drawn.token, takes)
+        return (rows, takes & (drawn.token == draft) & ~drawn.is_nan), (drawn.token, takes, pack_drawn(drawn, takes))
+
+    carry = (sampling.rows_of(slots, slot), jnp.ones(slot.shape, jnp.bool_))
+    _, (tokens, takes, drawn) = lax.scan(step, carry, lax.iota(jnp.int32, queries))
+    tokens, takes = tokens.T, takes.T  # [R, K+1]
+    taken = takes.sum(axis=1, dtype=jnp.int32)
+    at = start[:, None] + 1 + lax.iota(jnp.int32, queries)[None, :]
+    at = jnp.where(takes, at, slots.tokens.shape[1])  # past the end: dropped
+    slots = replace(
+        slots,
+        tokens=slots.tokens.at[slot[:, None], at].set(tokens, mode="drop"),
+        length=slots.length.at[slot].set(start + taken + 1),
+        kv_len=slots.kv_len.at[slot].set(start + taken),
+        counts=slots.counts.at[slot[:, None], tokens].add(takes.astype(jnp.int32)),
+    )
+    drawn = drawn.swapaxes(0, 1).reshape(slot.shape[0], queries * DRAWN_WIDTH)
+    return jnp.concatenate([jnp.maximum(q_len - 1, 0)[:, None], drawn], axis=1), slots
+
+
+def _queries(slots: SlotState, packed: Array) -> Array:
+    """[R]: a row's last token and as many drafts as its plan and its limit allow; 0 = inert."""
+    slot = packed[:, 0]
+    return jnp.clip(packed[:, 1], 0, jnp.maximum(slots.limit[slot] - slots.length[slot], 0))

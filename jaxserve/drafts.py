@@ -1,0 +1,42 @@
+"""Where drafts come from, by the names of `--draft`: "none", "ngram", "self:layers=N"."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from jaxserve.device.speculate import Draft, FirstLayers, NGram
+from jaxserve.models.decoder import Decoder
+
+
+def make_draft(name: str, model: Decoder) -> Draft | None:
+    """None for "none".  Raises ValueError naming the known drafts, or the numbers that do not fit the model."""
+    kind, _, detail = name.partition(":")
+    if kind not in DRAFTS:
+        raise ValueError(f"draft={name!r} must be one of none, ngram, self:layers=N")
+    return DRAFTS[kind](detail, model)
+
+
+def _none(detail: str, model: Decoder) -> None:
+    if detail:
+        raise ValueError(f"draft='none:{detail}' must be none: it takes no detail")
+
+
+def _ngram(detail: str, model: Decoder) -> Draft:
+    if detail:
+        raise ValueError(f"draft='ngram:{detail}' must be ngram: it takes no detail")
+    return NGram()
+
+
+def _self(detail: str, model: Decoder) -> Draft:
+    what, _, number = detail.partition("=")
+    if what != "layers" or not number.isdigit():
+        raise ValueError(f"draft='self:{detail}' must be self:layers=N")
+    layers, all_layers = int(number), model.config.layers
+    if not 1 <= layers < all_layers:
+        raise ValueError(
+            f"draft='self:{detail}': the model has {all_layers} layers, a draft 1 to {all_layers - 1} of them"
+        )
+    return FirstLayers(model.first_layers(layers))
+
+
+DRAFTS: dict[str, Callable[[str, Decoder], Draft | None]] = {"none": _none, "ngram": _ngram, "self": _self}

@@ -1,0 +1,105 @@
+"""Prompt lookup against a plain search, and the accept path against exact probabilities."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy.stats import chisquare
+
+from jaxserve.device.sampling import DRAWN_WIDTH
+from jaxserve.device.sharding import make_mesh
+from jaxserve.device.speculate import NGram, Proposed, accept
+from jaxserve.device.state import KVPool, RowFlag, SlotShape, SlotState
+from jaxserve.device.steps import HEAD
+
+MAX_LEN = 64
+
+
+def looked_up(tokens: list[int], drafts: int, *, longest: int = 4, shortest: int = 2) -> list[int]:
+    """The same search, written to be read."""
+    for size in range(longest, shortest - 1, -1):
+        newest = tokens[-size:]
+        for end in range(len(tokens) - 1, size - 1, -1):
+            if tokens[end - size : end] == newest:
+                tail = tokens[end:]
+                return [tail[i % len(tail)] for i in range(drafts)]
+    return []
+
+
+def test_prompt_lookup_finds_the_latest_of_the_longest_matches() -> None:
+    rng = np.random.default_rng(0)
+    texts = [rng.integers(0, alphabet, length).tolist() for alphabet in (2, 3, 5, 50) for length in range(1, 61, 4)]
+    texts += [[7] * 20, [1, 2] * 10, [1, 2, 3, 9, 1, 2, 3]]
+    slots = SlotState.empty(SlotShape(slots=len(texts), max_len=MAX_LEN, vocab=64, stop_ids=1, biases=1, allowed_ids=1))
+    length = jnp.array([*map(len, texts), 0], jnp.int32)
+    rows = [text + rng.integers(0, 5, MAX_LEN - len(text)).tolist() for text in texts]  # what lies behind is noise
+    slots = slots.replace(
+        tokens=jnp.array([*rows, [0] * MAX_LEN], jnp.int32), length=length, kv_len=length - 1, limit=length + 9
+    )
+    packed = np.zeros((len(texts), HEAD + 1), np.int32)
+    packed[:, 0], packed[:, 1] = range(len(texts)), 6
+    pool, mesh = KVPool(data=jnp.zeros((1,))), make_mesh(jax.devices(), 1)
+    proposed, _ = NGram().propose({}, pool, slots, packed, drafts=5, backend="xla", mesh=mesh)
+    for text, tokens, count in zip(texts, proposed.tokens.tolist(), proposed.count.tolist(), strict=True):
+        assert tokens[:count] == looked_up(text, 5), text
+
+
+@pytest.mark.parametrize("kind", ["far from the target", "deterministic"])
+@pytest.mark.parametrize(
+    "seed", [0, 1, pytest.param(2, marks=pytest.mark.full), pytest.param(3, marks=pytest.mark.full)]
+)
+def test_accepted_text_has_the_targets_distribution(seed: int, kind: str) -> None:
+    """100,000 unseeded answers of up to four tokens over ten ids, temperature, top-k and top-p on: every token is
+    distributed as the target says, given that the drafts before it were accepted."""
+    rng = np.random.default_rng(seed)
+    vocab, drafts, rows, rounds = 10, 3, 2000, 50
+    temperature, top_k, top_p = 0.8, 7, 0.9
+    logits = rng.normal(0, 1.5, (drafts + 1, vocab)).astype(np.float32)
+    slots = SlotState.empty(SlotShape(slots=rows, max_len=8, vocab=vocab, stop_ids=1, biases=1, allowed_ids=1))
+    full = lambda value, dtype=jnp.int32: jnp.full((rows + 1,), value, dtype)  # noqa: E731
+    slots = slots.replace(
+        length=full(2), kv_len=full(1), limit=full(8), temperature=full(temperature, jnp.float32), top_k=full(top_k),
+        top_p=full(top_p, jnp.float32),
+    )  # fmt: skip
+    packed = np.zeros((rows, HEAD + 1), np.int32)
+    packed[:, 0], packed[:, 1] = range(rows), drafts + 1
+    packed[:, 3] = RowFlag.TAKES_TOKEN | RowFlag.SAMPLED | RowFlag.TRUNCATED
+    mask = np.zeros((rows, 1), np.uint32)
+    step = jax.jit(accept)
+    counts = np.zeros((drafts + 1, vocab))
+    for _ in range(rounds):
+        slots = slots.replace(seed=jnp.asarray(rng.integers(0, 2**32, (rows + 1, 2), dtype=np.uint32)))
+        if kind == "deterministic":
+            tokens = np.tile(logits.argmax(1)[:drafts], (rows, 1))
+        else:
+            tokens = rng.choice(vocab, (rows, drafts), p=np.arange(1, vocab + 1) / np.arange(1, vocab + 1).sum())
+        proposed = Proposed(tokens=jnp.asarray(tokens, jnp.int32), count=jnp.full((rows,), drafts, jnp.int32))
+        many = jnp.broadcast_to(logits[None], (rows, *logits.shape))
+        drawn, _ = step(slots, many, jnp.full((rows,), 1 + drafts + 1, jnp.int32), packed, mask, proposed)
+        drawn = np.asarray(drawn)[:, 1:].reshape(rows, drafts + 1, DRAWN_WIDTH)[:, :, 0]
+        for position in range(drafts + 1):
+            taken = drawn[:, position][drawn[:, position] >= 0]
+            counts[position] += np.bincount(taken, minlength=vocab)
+    assert counts[0].sum() == rows * rounds
+    for position in range(drafts + 1):
+        wanted = exact_probabilities(logits[position], temperature, top_k, top_p)
+        assert not counts[position][wanted == 0].any()
+        if (
+            counts[position].sum() < 1000 or np.count_nonzero(wanted) == 1
+        ):  # hardly any draft came that far, or no choice
+            continue
+        expected = wanted[wanted > 0] * counts[position].sum()
+        assert chisquare(counts[position][wanted > 0], expected).pvalue > 1e-3, position
+
+
+def exact_probabilities(logits: np.ndarray, temperature: float, top_k: int, top_p: float) -> np.ndarray:
+    scores = logits.astype(np.float64) / temperature
+    order = np.argsort(-scores)
+    scores[order[top_k:]] = -np.inf
+    weights = np.exp(scores - scores.max())
+    weights /= weights.sum()
+    before = np.cumsum(weights[order]) - weights[order]
+    weights[order[before >= top_p]] = 0
+    return weights / weights.sum()
