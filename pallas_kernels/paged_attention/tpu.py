@@ -68,28 +68,27 @@ def paged_attention(
     # [R, P] -> [R, C, 128]: a row is contiguous, so that one DMA brings it.
     table = jnp.pad(page_table, ((0, 0), (0, -page_table.shape[1] % LANES)))
     table = table.reshape(sizes.num_rows, -1, LANES)
-    tile = pl.BlockSpec((1, *sizes.folded_shape[1:]), lambda index, *_: (index, 0, 0, 0))
+    tile = pl.BlockSpec((1, sizes.queries_per_block, *q.shape[2:]), lambda row, part, *_: (row, part, 0, 0))
     in_hbm = pl.BlockSpec(memory_space=pl.ANY)
-    out = pl.pallas_call(
+    return pl.pallas_call(
         partial(_kernel, sizes=sizes, num_pages=num_pages, scale_factor=scale_factor, softcap=softcap),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
-            grid=(sizes.num_tiles,),
+            grid=(sizes.num_rows, sizes.tiles_per_row),
             in_specs=[tile, in_hbm, in_hbm, None if scale is None else in_hbm],
             out_specs=tile,
             scratch_shapes=[_scratch_shapes(data, scale, columns=table.shape[1], sizes=sizes)],
         ),
-        out_shape=jax.ShapeDtypeStruct(sizes.folded_shape, q.dtype),
+        out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("arbitrary",),  # in order: the stream's state passes from tile to tile
+            dimension_semantics=("arbitrary", "arbitrary"),  # in order: the stream's state passes from tile to tile
             vmem_limit_bytes=VMEM_LIMIT,
             disable_bounds_checks=True,  # the host checks page ids
         ),
         cost_estimate=_cost(q, data, scale, page_table),
         interpret=interpret,
         name="paged_attention",
-    )(scalars, _fold(q, sizes), table, data, scale)
-    return _unfold(out, q.shape, sizes)
+    )(scalars, q, table, data, scale)
 
 
 # ---- Shapes -----------------------------------------------------------------------------------------------------------
@@ -133,10 +132,6 @@ class _Sizes:
         """Kv heads whose softmax is computed together: a divisor of K."""
         most = max(1, FOLDED_ROWS // self.matmul_rows)
         return max(heads for heads in range(1, self.kv_heads + 1) if self.kv_heads % heads == 0 and heads <= most)
-
-    @property
-    def folded_shape(self) -> tuple[int, int, int, int]:
-        return self.num_tiles, self.kv_heads, self.queries, self.head_dim
 
 
 def _sizes(q: Array, data: Array, scale: Array | None, page_table: Array, tiles: Mapping[str, int]) -> _Sizes:
@@ -224,21 +219,6 @@ def _cost(q: Array, data: Array, scale: Array | None, page_table: Array) -> pl.C
 
 def _round_up(number: int, multiple: int) -> int:
     return pl.cdiv(number, multiple) * multiple
-
-
-def _fold(q: Array, sizes: _Sizes) -> Array:
-    """[R, Q, N, H] -> [num_tiles, K, queries_per_block * group, H]; for one query a row, the same bytes."""
-    padded = sizes.tiles_per_row * sizes.queries_per_block
-    q = jnp.pad(q, ((0, 0), (0, padded - q.shape[1]), (0, 0), (0, 0)))
-    q = q.reshape(sizes.num_tiles, sizes.queries_per_block, sizes.kv_heads, sizes.group, sizes.head_dim)
-    return q.swapaxes(1, 2).reshape(sizes.folded_shape)
-
-
-def _unfold(out: Array, shape: tuple[int, ...], sizes: _Sizes) -> Array:
-    """The way back: -> [R, Q, N, H]"""
-    rows, queries, heads, head_dim = shape
-    out = out.reshape(sizes.num_tiles, sizes.kv_heads, sizes.queries_per_block, sizes.group, head_dim)
-    return out.swapaxes(1, 2).reshape(rows, -1, heads, head_dim)[:, :queries]
 
 
 # ---- What lies where --------------------------------------------------------------------------------------------------
@@ -346,17 +326,17 @@ def _kernel(
     scale_factor: float,
     softcap: float,
 ) -> None:
-    """One tile.  q, out: [1, K, queries_per_block * group, H] in VMEM; table [R, C, 128], data and scale in HBM."""
+    """One tile.  q, out: [1, queries_per_block, N, H] in VMEM; table [R, C, 128], data and scale in HBM."""
     scratch = _Scratch(**scratch_refs)
     stream = _PageStream(scalars, table, data, scale, scratch, scalars.layer[0] * num_pages, sizes)
-    tile = pl.program_id(0)
+    tile = pl.program_id(0) * sizes.tiles_per_row + pl.program_id(1)
     pl.when(tile == 0)(stream.open)
 
     span = _span(scalars, tile, sizes)
     query = lax.div(lax.broadcasted_iota(jnp.int32, scratch.position.shape, 0), jnp.int32(sizes.group))
     position = span.start + query
     scratch.position[...] = jnp.where(position < span.high, position, -1)
-    scratch.queries[:, : sizes.queries] = q[0].astype(sizes.dtype)
+    scratch.queries[:, : sizes.queries] = _fold(q[0], sizes).astype(sizes.dtype)
     scratch.top[...] = jnp.full_like(scratch.top, LOWEST)
     scratch.total[...] = jnp.zeros_like(scratch.total)
     scratch.out[...] = jnp.zeros_like(scratch.out)
@@ -371,7 +351,19 @@ def _kernel(
     lax.fori_loop(*_blocks(span, sizes), visit, None)
     total = scratch.total[...]
     result = scratch.out[...] / _repeat(jnp.where(total > 0, total, 1), sizes.head_dim)
-    out[0] = result[:, : sizes.queries].astype(out.dtype)
+    out[0] = _unfold(result[:, : sizes.queries], sizes).astype(out.dtype)
+
+
+def _fold(q: Array, sizes: _Sizes) -> Array:
+    """[queries_per_block, N, H] -> [K, queries_per_block * group, H]"""
+    q = q.reshape(sizes.queries_per_block, sizes.kv_heads, sizes.group, sizes.head_dim)
+    return q.swapaxes(0, 1).reshape(sizes.kv_heads, sizes.queries, sizes.head_dim)
+
+
+def _unfold(out: Array, sizes: _Sizes) -> Array:
+    """[K, queries_per_block * group, H] -> [queries_per_block, N, H]"""
+    out = out.reshape(sizes.kv_heads, sizes.queries_per_block, sizes.group, sizes.head_dim)
+    return out.swapaxes(0, 1).reshape(sizes.queries_per_block, -1, sizes.head_dim)
 
 
 # What `cursor` holds.  Fetching stands at block BLOCK of tile TILE; the next busy tile is FOLLOWING; SIDE of `table` is
