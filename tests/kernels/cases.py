@@ -99,7 +99,7 @@ class Case:
             for trait, reason in NOT_INTERPRETED.get(backend, {}).items():
                 if trait in self.traits:
                     pytest.skip(f"{backend}: {reason}")
-        data = _pad_last(self.data, HEAD_DIM_MULTIPLE.get(backend, 1))
+        data = pad_head_dim(self.data, HEAD_DIM_MULTIPLE.get(backend, 1))
         function = jax.jit(
             paged_attention,
             static_argnames=("num_pages", "scale_factor", "softcap", "backend", "tiles", "interpret"),
@@ -163,6 +163,6 @@ def _quantise(values: np.ndarray, dtype: str, rng: np.random.Generator) -> tuple
     return numbers.astype(ml_dtypes.float8_e4m3fn), scale.astype(np.float32)
 
 
-def _pad_last(array: np.ndarray, multiple: int) -> np.ndarray:
+def pad_head_dim(array: np.ndarray, multiple: int) -> np.ndarray:
     pad = -array.shape[-1] % multiple
     return np.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, pad)]) if pad else array
