@@ -3,7 +3,7 @@ answers.  Shared by the tests of every backend; Pallas backends run interpreted.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
 
 import jax
@@ -58,7 +58,8 @@ class Case:
     """Random ragged rows, an idle one among them; unread pages, unwritten positions and the scrap page hold NaN (an
     int8 pool: NaN in their scales).
 
-    dtype: of queries and pool; pool_dtype: of an 8-bit pool, whose scales are random.  Row lengths are fixed."""
+    dtype: of queries and pool; pool_dtype: of an 8-bit pool, whose scales are random.  kv_len: other rows than the usual
+    ones; each has `queries` queries, or as many as it is long."""
 
     def __init__(
         self,
@@ -68,6 +69,7 @@ class Case:
         page_size: int = 16,
         dtype: str = "float32",
         pool_dtype: str | None = None,
+        kv_len: Sequence[int] = (),
         seed: int = 0,
     ):
         rng = np.random.default_rng(seed)
@@ -75,9 +77,11 @@ class Case:
         self.traits = {shape, pool_dtype or dtype, f"queries={queries}", f"page_size={page_size}", "any"}
         self.scale_factor = head_dim**-0.5
         self.dtype, self.layer = jnp.dtype(dtype), 1
-        self.kv_len = np.array([150, 0, queries, 67, min(page_size * 4, 128)], np.int32)
-        self.q_len = np.minimum(np.array([queries, 0, queries, max(1, queries - 1), queries], np.int32), self.kv_len)
-        columns = -(-200 // page_size)
+        self.kv_len = np.array(kv_len or [150, 0, queries, 67, min(page_size * 4, 128)], np.int32)
+        self.q_len = np.minimum(queries, self.kv_len)
+        if not kv_len:
+            self.q_len[3] = max(1, queries - 1)
+        columns = -(-(max(self.kv_len) + 50) // page_size)
         self.num_pages = 1 + len(self.kv_len) * columns
         pages = 1 + rng.permutation(self.num_pages - 1)[: len(self.kv_len) * columns]
         self.table = pages.reshape(len(self.kv_len), columns).astype(np.int32)

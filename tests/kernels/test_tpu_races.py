@@ -60,6 +60,18 @@ def test_the_simulator_sees_no_race_and_the_right_numbers(name: str) -> None:
     np.testing.assert_allclose(got, case.oracle(), rtol=0, atol=TOLERANCE[case.dtype.name])
 
 
+def test_a_page_that_no_query_sees_is_not_fetched() -> None:
+    """Page ids before the window and past the row's end lie outside the pool: the simulator would raise."""
+    case = Case("gemma3", queries=4, kv_len=(700, 0, 90))
+    for row, kv_len in enumerate(case.kv_len):
+        pages = np.arange(case.table.shape[1])
+        seen = (pages >= (kv_len - 4 - case.window + 1) // 16) & (pages < -(-kv_len // 16))
+        case.table[row, ~seen] = 1 << 20
+    got, has_race = simulate(case, SMALL_BLOCKS)
+    assert not has_race
+    np.testing.assert_allclose(got, case.oracle(), rtol=0, atol=TOLERANCE["float32"])
+
+
 def test_a_wait_left_out_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """All waits but the page table's: without that one there is no telling which pages are read."""
 
