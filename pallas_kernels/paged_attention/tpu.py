@@ -16,7 +16,7 @@ pages fetched by hand across grid steps."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, Protocol
@@ -432,11 +432,11 @@ class _PageStream:
         buffer = cursor[TAKEN]
         cursor[TAKEN] = _next_buffer(buffer)
 
-        def wait_page(page: Array, _: None) -> None:
+        def wait_page(page: Array) -> None:
             for copy in self._page_copies(jnp.int32(0), page - block * self.sizes.pages_per_block, buffer):
                 _wait(copy)  # for its bytes: which row of the pool they came from does not matter
 
-        lax.fori_loop(*_pages(span, block, self.sizes), wait_page, None)
+        _for_each(*_pages(span, block, self.sizes), wait_page)
         return buffer
 
     def _enter(self, tile: Array) -> None:
@@ -455,12 +455,13 @@ class _PageStream:
     def _start_pages(self, span: _Span, block: Array) -> None:
         buffer, side = self.scratch.cursor[FETCHED], self.scratch.cursor[SIDE]
 
-        def start_page(page: Array, _: None) -> None:
-            row = self.first_row + self.scratch.table[side, lax.div(page, LANES), lax.rem(page, LANES)]
+        def start_page(page: Array) -> None:
+            # Shift and mask: a signed division by 128 is ten instructions, as many as the rest of a page's start.
+            row = self.first_row + self.scratch.table[side, page >> 7, page & (LANES - 1)]
             for copy in self._page_copies(row, page - block * self.sizes.pages_per_block, buffer):
                 copy.start()
 
-        lax.fori_loop(*_pages(span, block, self.sizes), start_page, None)
+        _for_each(*_pages(span, block, self.sizes), start_page)
 
     def _page_copies(self, row: Array, place: Array, buffer: Array) -> list[_Copy]:
         """Row `row` of the pool into page `place` of a buffer."""
@@ -494,6 +495,18 @@ def _wait(copy: _Copy) -> None:
     copy.wait()
 
 
+def _for_each(first: Array, end: Array, act: Callable[[Array], None]) -> None:
+    """act(i) for first <= i < end, four a turn: a turn's branch and its address arithmetic cost more than a DMA's start."""
+    turns = lax.div(end - first, 4)
+
+    def act_on_four(turn: Array, _: None) -> None:
+        for i in range(4):
+            act(first + 4 * turn + i)
+
+    lax.fori_loop(0, turns, act_on_four, None)
+    lax.fori_loop(first + 4 * turns, end, lambda i, _: act(i), None)
+
+
 def _next_buffer(buffer: Array) -> Array:
     return jnp.where(buffer == BUFFERS - 1, 0, buffer + 1)
 
@@ -513,13 +526,12 @@ def _attend_block(
     softcap: float,
 ) -> None:
     """Adds the positions [begin, begin + B) of a buffer to the tile's softmax.  Those outside the span may hold
-    anything: masked as keys, zeroed as values (0 * NaN is NaN)."""
+    anything: masked as keys, cleared as values."""
     heads, rows, block = sizes.heads_per_step, sizes.matmul_rows, sizes.block
     at = begin + lax.broadcasted_iota(jnp.int32, (rows, block), 1)
     position = _repeat(scratch.position[...], block)
     sees = (at <= position) & (at > position - window)  # [M, B]
-    at = begin + lax.broadcasted_iota(jnp.int32, (block, sizes.head_dim), 0)
-    holds = (at >= span.low) & (at < span.high)  # [B, H]
+    _clear_values(scratch, span, buffer=buffer, begin=begin, sizes=sizes)
 
     def scores(head: Array) -> Array:
         score = _dot(scratch.queries[head], _numbers(scratch, buffer, 0, head, sizes), contract=1)  # [M, B]
@@ -533,9 +545,7 @@ def _attend_block(
     def weighted_sum(weight: Array, head: Array) -> Array:
         if scratch.scales is not None:
             weight = jnp.where(sees, weight * _scales(scratch.scales, buffer, 1, head, sizes), 0)
-        value = _numbers(scratch, buffer, 1, head, sizes)
-        value = jnp.where(holds, value, jnp.zeros_like(value))
-        return _dot(weight.astype(sizes.dtype), value, contract=0)  # [M, H]
+        return _dot(weight.astype(sizes.dtype), _numbers(scratch, buffer, 1, head, sizes), contract=0)  # [M, H]
 
     def attend_heads(step: Array, _: None) -> None:
         """The softmax of several heads at once: long vectors, and dots that do not wait for each other."""
@@ -555,6 +565,26 @@ def _attend_block(
         scratch.out[mine] = out.reshape(heads, rows, sizes.head_dim)
 
     lax.fori_loop(0, sizes.kv_heads // heads, attend_heads, None)
+
+
+def _clear_values(scratch: _Scratch, span: _Span, *, buffer: Array, begin: Array, sizes: _Sizes) -> None:
+    """Zeroes a block's values outside the span, because 0 * NaN is NaN.  Only a tile's first and last block have such
+    pages, so the loops are empty in the others; an int8 pool holds no NaN."""
+    stored, size = scratch.pages.dtype, sizes.page_size
+    if jnp.issubdtype(stored, jnp.integer):
+        return
+
+    def clear(place: Array, _: None) -> None:
+        at = begin + place * size + lax.broadcasted_iota(jnp.int32, (size, sizes.head_dim), 0)
+        holds = (at >= span.low) & (at < span.high)
+        for head in range(sizes.kv_heads):
+            value = scratch.pages[buffer, place, 1, head].astype(sizes.dtype)
+            scratch.pages[buffer, place, 1, head] = jnp.where(holds, value, jnp.zeros_like(value)).astype(stored)
+
+    before = jnp.clip(_cdiv(span.low - begin, size), 0, sizes.pages_per_block)
+    after = jnp.clip(lax.div(span.high - begin, size), before, sizes.pages_per_block)
+    lax.fori_loop(0, before, clear, None)
+    lax.fori_loop(after, sizes.pages_per_block, clear, None)
 
 
 def _numbers(scratch: _Scratch, buffer: Array, side: int, head: Array, sizes: _Sizes) -> Array:
