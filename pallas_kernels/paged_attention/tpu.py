@@ -397,8 +397,7 @@ class _PageStream:
         tile = self._busy_from(jnp.int32(0))
         self._start_table(tile, jnp.int32(0))
         self._enter(tile)
-        for _ in range(BUFFERS - 1):
-            self.fetch_next()
+        lax.fori_loop(0, BUFFERS - 1, lambda *_: self.fetch_next(), None)
 
     def fetch_next(self) -> None:
         """Starts the stream's next block, if there is one."""

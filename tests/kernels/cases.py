@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from pallas_kernels import IMPLEMENTATIONS, paged_attention
-from pallas_kernels.paged_attention.reference import paged_attention as reference
 
 BACKENDS = sorted(IMPLEMENTATIONS["paged_attention"])
 # name: query heads, kv heads, head dim, window, softcap
@@ -113,16 +112,6 @@ class Case:
             self.q_len[rows], num_pages=self.num_pages, scale_factor=self.scale_factor, window=jnp.int32(self.window),
             softcap=self.softcap, backend=backend, tiles=None if tiles is None else _Tiles(tiles),
             interpret=is_interpreted(backend),
-        )  # fmt: skip
-        return np.asarray(out.astype(jnp.float32))
-
-    def reference(self) -> np.ndarray:
-        """What `reference.py` says, [R, Q, N, H] float32."""
-        out = reference(
-            jnp.asarray(self.q), jnp.asarray(self.data), None if self.scale is None else jnp.asarray(self.scale),
-            jnp.int32(self.layer), jnp.asarray(self.table), jnp.asarray(self.kv_len), jnp.asarray(self.q_len),
-            num_pages=self.num_pages, scale_factor=self.scale_factor, window=jnp.int32(self.window),
-            softcap=self.softcap,
         )  # fmt: skip
         return np.asarray(out.astype(jnp.float32))
 
