@@ -22,7 +22,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 PROGRAMS = 2 * 132  # run at once on an H200: two on each of its processors
-BLOCK_BYTES = 32 * 1024  # keys and values of a block: three blocks in flight, twice, fill a processor's shared memory
+WARPGROUP_ROWS = 64  # rows of the smallest matmul that four warps do together (wgmma); below, each warp does its own
+BLOCK_BYTES = 32 * 1024  # a block's keys and values, as 16 bits: three in flight, twice, fill a processor's memory
 UNSEEN = -1e30  # score of a position that a query does not see
 LOWEST = -1e20  # a running maximum's start: so far above UNSEEN that the weight of an unseen position is always 0
 LOG2_E = 1.4426950408889634  # the softmax counts in powers of two, which the chip has an instruction for
@@ -168,6 +169,9 @@ def _kernel(
         keys_at = ((first_page + page) * 2 * plan.kv_heads + head) * page_size + offset
         values_at = keys_at + plan.kv_heads * page_size
         key, value = (_load_lines(pool_ref, lines, holds).astype(query.dtype) for lines in (keys_at, values_at))
+        if pool_ref.dtype.itemsize == 1 and plan.folded < WARPGROUP_ROWS:
+            # Says nothing new, but keeps the compiler from fetching V in the order of its matmul: 8 bytes a copy.
+            value = jnp.where(_spread(holds, value.shape[1]), value, 0)
         score = _dot(query, key, contract=(1, 1))  # [M, B]
         if scales_ref is not None:
             score *= plt.load(scales_ref.at[keys_at], mask=holds, other=0)[None, :]
@@ -223,17 +227,18 @@ def _block(kv_len: Array, q_len: Array, window: Array, plan: _Plan) -> _Block:
 
 def _load_lines(ref, lines: Array, mask: Array) -> Array:
     """ref [_, H], lines [B] int32, mask [B] -> [B, H], zeros where not mask."""
-    index, across = _index(lines, ref.shape[-1]), _across(lines, ref.shape[-1])
-    return plt.load(ref.at[index, across], mask=_index(mask, ref.shape[-1]), other=jnp.zeros((), ref.dtype))
+    index, across = _spread(lines, ref.shape[-1]), _across(lines, ref.shape[-1])
+    return plt.load(ref.at[index, across], mask=_spread(mask, ref.shape[-1]), other=jnp.zeros((), ref.dtype))
 
 
 def _store_lines(ref, lines: Array, mask: Array, new: Array) -> None:
     """new [B, H] to the rows `lines` [B] of ref [_, H], where mask [B]."""
-    index, across = _index(lines, ref.shape[-1]), _across(lines, ref.shape[-1])
-    plt.store(ref.at[index, across], new.astype(ref.dtype), mask=_index(mask, ref.shape[-1]))
+    index, across = _spread(lines, ref.shape[-1]), _across(lines, ref.shape[-1])
+    plt.store(ref.at[index, across], new.astype(ref.dtype), mask=_spread(mask, ref.shape[-1]))
 
 
-def _index(lines: Array, head_dim: int) -> Array:
+def _spread(lines: Array, head_dim: int) -> Array:
+    """[B] -> [B, H]"""
     return lax.broadcast_in_dim(lines, (lines.shape[0], head_dim), (0,))
 
 
@@ -274,13 +279,13 @@ def _sizes(q: Array, data: Array, num_columns: int, tiles: Mapping[str, int]) ->
 
     uses_tensor_cores = _dot_dtype(q.dtype, data.dtype) != jnp.float32
     if uses_tensor_cores:
-        few, many, longest = 64, 128, 128
+        few, many, longest = 64, 64 if data.dtype.itemsize == 1 and head_dim > 128 else 128, 128
     else:  # a matmul's operands live in registers, as a whole where they were converted
         few = many = longest = 32 if data.dtype == jnp.float32 else 16
     few, many = max(1, few // group), max(1, many // group)
     size = tiles.get("queries_per_block", min(queries, many if programs(many) >= PROGRAMS else few))
     folded = max(16, pl.next_power_of_2(size * group))
-    block = min(BLOCK_BYTES // (2 * head_dim * data.dtype.itemsize), longest if folded <= 64 else 64)
+    block = min(BLOCK_BYTES // (2 * head_dim * max(2, data.dtype.itemsize)), longest if folded <= 64 else 64)
     while page_size % block and block % page_size:
         block //= 2
     block = tiles.get("block", block)
