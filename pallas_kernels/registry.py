@@ -15,6 +15,7 @@ IMPLEMENTATIONS: dict[str, dict[str, str]] = {
         "reference": "pallas_kernels.paged_attention.reference:paged_attention",
         "xla": "pallas_kernels.paged_attention.xla:paged_attention",
         "pallas_tpu": "pallas_kernels.paged_attention.tpu:paged_attention",
+        "pallas_triton": "pallas_kernels.paged_attention.gpu:paged_attention",
     },
     "kv_write": {
         "reference": "pallas_kernels.kv_write.reference:kv_write",
