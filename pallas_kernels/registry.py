@@ -19,6 +19,11 @@ IMPLEMENTATIONS: dict[str, dict[str, str]] = {
         "reference": "pallas_kernels.kv_write.reference:kv_write",
         "xla": "pallas_kernels.kv_write.xla:kv_write",
     },
+    "quant_matmul": {
+        "reference": "pallas_kernels.quant_matmul.reference:quant_matmul",
+        "xla": "pallas_kernels.quant_matmul.xla:quant_matmul",
+        "pallas_triton": "pallas_kernels.quant_matmul.gpu:quant_matmul",
+    },
 }
 
 
