@@ -1,5 +1,5 @@
 """What must not change a row's bits: its mates, the page size, where its pages lie.  And the edges of the contracts:
-scales, padded head dims, refusals."""
+padded head dims, refusals."""
 
 from __future__ import annotations
 
@@ -53,19 +53,6 @@ def test_mates_page_size_and_page_ids_change_no_bit(queries: int, window: int) -
 def test_a_padded_head_dim_of_the_pool_changes_nothing() -> None:
     run = partial(attend_first_row, [LENGTH, 70], queries=1)
     np.testing.assert_allclose(run(pad=64), run(), rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize("backend", sorted(IMPLEMENTATIONS["paged_attention"]))
-def test_eight_bit_pages_are_read_with_their_scales(backend: str) -> None:
-    """Equal to a float pool that holds data * scale."""
-    rng = np.random.default_rng(0)
-    data = rng.integers(-127, 128, (5, 2, KV_HEADS, 32, HEAD_DIM)).astype(np.int8)
-    scale = rng.uniform(0.001, 0.02, data.shape[:-1]).astype(np.float32)
-    q = rng.standard_normal((2, 1, HEADS, HEAD_DIM)).astype(np.float32)
-    rest = (0, np.array([[1, 2], [3, 4]], np.int32), np.array([50, 9], np.int32), np.array([1, 1], np.int32))
-    attend = jax.jit(partial(paged_attention, num_pages=5, scale_factor=0.125, window=0, softcap=0.0, backend=backend))
-    want = attend(q, data * scale[..., None], None, *rest)
-    np.testing.assert_allclose(attend(q, data, scale, *rest), want, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("backend", sorted(IMPLEMENTATIONS["kv_write"]))
