@@ -14,6 +14,7 @@ IMPLEMENTATIONS: dict[str, dict[str, str]] = {
     "paged_attention": {
         "reference": "pallas_kernels.paged_attention.reference:paged_attention",
         "xla": "pallas_kernels.paged_attention.xla:paged_attention",
+        "pallas_mosaic_gpu": "pallas_kernels.paged_attention.mosaic_gpu:paged_attention",
     },
     "kv_write": {
         "reference": "pallas_kernels.kv_write.reference:kv_write",

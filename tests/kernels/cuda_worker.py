@@ -25,11 +25,12 @@ def main(module: str, names: Sequence[str]) -> None:
         _dump_into(folder)
         programs = importlib.import_module(module)
         for name in names:
-            before = set(Path(folder).glob("*.ptx"))
             report = _compile(*programs.program(name))
-            dumped = sorted(set(Path(folder).glob("*.ptx")) - before)
+            dumped = sorted(Path(folder).glob("*.ptx"))
             kernels = [_assemble(path) for path in dumped if ".entry" in path.read_text()]
             print(json.dumps({"name": name, "kernels": kernels} | report), flush=True)
+            for path in dumped:  # the next program's kernels may get the same names
+                path.unlink()
 
 
 def _dump_into(folder: str) -> None:
