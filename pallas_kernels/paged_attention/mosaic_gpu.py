@@ -12,7 +12,7 @@ how many.  The kernel knows no window, no padding and no idle row, only these nu
 
 Written for two readers: the CUDA compiler of every supported jax, and the GPU simulator that jax has from 0.11 on.  The
 simulator takes wgmma operands from shared memory only and starts every accumulator at zero, so the weights pass through
-shared memory and the running sum stands in registers."""
+shared memory, and one line, `_add_dot`, differs under it."""
 
 from __future__ import annotations
 
@@ -32,12 +32,13 @@ LINES = 64  # rows of a wgmma: (query, head) pairs of one warpgroup
 SLICE = 64  # bfloat16 numbers of a 128-byte swizzle: head dims come in multiples of it
 LOG2_E = log2(e)
 HIDDEN = -1e30  # the score of a position that is not seen
-LOWEST = (
-    -1e20
-)  # where the running maximum starts: above HIDDEN, so that exp2(HIDDEN - top) is 0 from the first block on
+LOWEST = -1e20  # where the running maximum starts: so far above HIDDEN that exp2(HIDDEN - top) is 0
 LINE, TILE = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA  # registers of [64] and of [64, n]
 SHARED_MEMORY = 224 * 1024  # bytes a program may take: 227 KiB less barriers and small things
-PROCESSORS = 132  # of an H200
+PROCESSORS = 132  # of an H200; one program on each, for registers and shared memory
+# Of two computing warpgroups and the fetching one, in a program that starts with 168 a thread: 2 * 232 + 40 = 3 * 168.
+# A program that asks for more than it started with waits forever.
+COMPUTING_REGISTERS, FETCHING_REGISTERS = 232, 40
 
 
 class Sizes(NamedTuple):
@@ -45,7 +46,7 @@ class Sizes(NamedTuple):
 
     block: int  # positions a step
     stages: int  # blocks on their way or in use
-    warpgroups: int  # that compute; each has 64 lines of its own
+    warpgroups: int  # that compute, 1 or 2; each has 64 lines of its own
     splits: int  # of a row's blocks
 
 
@@ -129,7 +130,7 @@ def _kernel(
     @pl.when(warpgroup == sizes.warpgroups)
     def _fetch_blocks():
         if sizes.warpgroups > 1:
-            plgpu.set_max_registers(32, action="decrease")
+            plgpu.set_max_registers(FETCHING_REGISTERS, action="decrease")
 
         @pl.loop(0, count + stages)  # past the last block: until every slot is free again
         def _next(step):
@@ -146,7 +147,7 @@ def _kernel(
     @pl.when(warpgroup < sizes.warpgroups)
     def _compute():
         if sizes.warpgroups > 1:
-            plgpu.set_max_registers(240, action="increase")
+            plgpu.set_max_registers(COMPUTING_REGISTERS, action="increase")
         tile = tiles * sizes.warpgroups + warpgroup
         my_q, my_p, my_seen = q_smem.at[warpgroup], p_smem.at[warpgroup], seen_smem.at[warpgroup]
         plgpu.copy_gmem_to_smem(q_ref.at[row, head, tile], my_q.at[pl.ds(0, lines)], here.at[warpgroup])
@@ -330,12 +331,12 @@ def _sizes(q: Array, data: Array, num_columns: int, tiles: Mapping[str, int]) ->
     block = tiles.get("block", 64)
     slots = (SHARED_MEMORY - _bytes(head_dim, Sizes(block, 0, warpgroups, 1))) // (block * head_dim * 4)
     programs = rows * kv_heads * pl.cdiv(num_tiles, warpgroups)
-    splits = min(2 * PROCESSORS // programs, num_columns * page_size // (4 * block), 32)
+    splits = min(PROCESSORS // programs, num_columns * page_size // (4 * block), 32)
     sizes = Sizes(block, max(2, min(4, slots)), warpgroups, max(1, splits))._replace(**tiles)
-    if block not in (64, 128) or (page_size % block and block % page_size) or min(sizes) < 1 or warpgroups > 3:
+    if block not in (64, 128) or (page_size % block and block % page_size) or min(sizes) < 1 or warpgroups > 2:
         raise ValueError(
             f"{sizes} must have a block of 64 or 128 that divides {page_size} tokens a page or is a multiple of it, "
-            "at least one of each, and at most 3 warpgroups"
+            "at least one of each, and at most 2 warpgroups"
         )
     if (needed := _bytes(head_dim, sizes)) > SHARED_MEMORY:
         raise ValueError(f"{sizes} take {needed} bytes of shared memory at head dim {head_dim}, above {SHARED_MEMORY}")

@@ -23,6 +23,8 @@ class Kernel:
     wgmma: int  # instructions in its text
     mma: int
     tma_loads: int
+    threads: int  # a program
+    registers_asked: tuple[int, ...]  # by warpgroups, of those that the program started with
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +37,10 @@ class Report:
     def kernel(self, entry: str) -> Kernel:
         (found,) = [kernel for kernel in self.kernels if kernel.entry == entry]
         return found
+
+
+def _kernel(*, registers_asked: list[int], **facts) -> Kernel:
+    return Kernel(registers_asked=tuple(registers_asked), **facts)
 
 
 def compile_for_h200(module: str, names: Sequence[str]) -> dict[str, Report]:
@@ -54,6 +60,6 @@ def compile_for_h200(module: str, names: Sequence[str]) -> dict[str, Report]:
     assert done.returncode == 0, done.stderr[-4000:]
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     return {
-        line.pop("name"): Report(**(line | {"kernels": tuple(Kernel(**kernel) for kernel in line["kernels"])}))
+        line.pop("name"): Report(**(line | {"kernels": tuple(_kernel(**kernel) for kernel in line["kernels"])}))
         for line in lines
     }

@@ -74,7 +74,9 @@ def _assemble(path: Path) -> dict:
         "spilled_bytes": sum(map(int, re.findall(r"(\d+) bytes spill stores", said))),
         "wgmma": ptx.count("wgmma.mma_async"),
         "mma": ptx.count("mma.sync"),
-        "tma_loads": ptx.count("cp.async.bulk.tensor"),
+        "tma_loads": len(re.findall(r"cp\.async\.bulk\.tensor\.\dd\.shared", ptx)),
+        "threads": int(re.findall(r"\.(?:maxntid|reqntid) (\d+)", ptx)[0]),
+        "registers_asked": [int(asked) for asked in re.findall(r"setmaxnreg\.\S+\s+(\d+);", ptx)],
     }
 
 

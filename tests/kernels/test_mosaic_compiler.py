@@ -18,6 +18,10 @@ def assert_lean(name: str, report: Report) -> None:
     kernel = report.kernel("paged_attention_mosaic_gpu_kernel")
     assert kernel.spilled_bytes == 0, kernel
     assert kernel.wgmma > 0 and kernel.tma_loads > 0, kernel
+    if kernel.registers_asked:  # the fetching warpgroup gives back what the others take
+        fetching, computing = kernel.registers_asked
+        warpgroups = kernel.threads // 128
+        assert fetching + computing * (warpgroups - 1) <= kernel.registers * warpgroups, kernel
     _, (_, pool, *_) = program(name)
     shaped = re.findall(rf"= \w+\[{','.join(map(str, pool.shape))}\]\S* (\S+)\(", report.hlo)
     assert shaped == ["parameter"], shaped
