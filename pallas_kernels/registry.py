@@ -16,10 +16,16 @@ IMPLEMENTATIONS: dict[str, dict[str, str]] = {
         "xla": "pallas_kernels.paged_attention.xla:paged_attention",
         "pallas_tpu": "pallas_kernels.paged_attention.tpu:paged_attention",
         "pallas_triton": "pallas_kernels.paged_attention.gpu:paged_attention",
+        "pallas_mosaic_gpu": "pallas_kernels.paged_attention.mosaic_gpu:paged_attention",
     },
     "kv_write": {
         "reference": "pallas_kernels.kv_write.reference:kv_write",
         "xla": "pallas_kernels.kv_write.xla:kv_write",
+    },
+    "quant_matmul": {
+        "reference": "pallas_kernels.quant_matmul.reference:quant_matmul",
+        "xla": "pallas_kernels.quant_matmul.xla:quant_matmul",
+        "pallas_triton": "pallas_kernels.quant_matmul.gpu:quant_matmul",
     },
 }
 

@@ -31,7 +31,14 @@ LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}  # an 8-bit pool's largest num
 HEAD_DIM_MULTIPLE = {"pallas_tpu": 128}
 # backend: what its interpreter cannot run, and why.  A key is one of `Case.traits`: a shape's name, a pool's dtype,
 # "queries=4", "page_size=16", or "any".
-NOT_INTERPRETED: Mapping[str, Mapping[str, str]] = {}
+NOT_INTERPRETED: Mapping[str, Mapping[str, str]] = {
+    "pallas_mosaic_gpu": dict.fromkeys(("float32", "int8", "float8_e4m3fn"), "serves bfloat16 pools alone")
+    | (
+        {"any": f"jax has a simulator of it from 0.11 on, this is {jax.__version__}"}
+        if jax.__version_info__ < (0, 11)
+        else {}
+    )
+}
 
 
 def is_interpreted(backend: str) -> bool:
