@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -29,6 +30,8 @@ from jaxserve.models.decoder import Decoder
 from jaxserve.models.tree import abstract_params, layout_for, make_model
 from jaxserve.start import catalogue_of, choose_attention
 
+THREADS = 2  # programs compiled side by side: the compilers leave the GIL
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
@@ -41,8 +44,12 @@ class Report:
     alias_bytes: int  # of outputs that are their donated argument, written in place
     compile_seconds: float  # tracing included
     collectives: tuple[hlo.Collective, ...]
+    dots: tuple[str, ...]  # the distinct ones: result, and precision of the operands
     pool_copies: tuple[str, ...]  # instructions that make another array as large as the pool
-    weight_copies: tuple[str, ...]  # or as large as a weight matrix, of one layer or of all
+    weight_copies: tuple[str, ...]  # another array of a weight matrix's shape, of one layer or of all
+    narrow_weights: tuple[
+        str, ...
+    ]  # that load a weight matrix in tiles of fewer than 8 rows: an eighth of a TPU's pace
 
     @property
     def peak_bytes(self) -> int:
@@ -122,34 +129,54 @@ def describe(hf: Mapping, topology: Topology, config: EngineConfig, *, name: str
     )
 
 
-def compile_ahead(described: Described, catalogue: Catalogue, names: Sequence[str]) -> list[Report]:
-    """The programs of these names.  Raises DoesNotFit with the compiler's numbers."""
+def compile_ahead(
+    described: Described, catalogue: Catalogue, names: Sequence[str], *, progress: Callable[[str], None] | None = None
+) -> list[Report]:
+    """The programs of these names.  progress: told the name that is waited for.
+
+    Raises DoesNotFit with the compiler's numbers."""
+    lowered: dict[str, tuple[jax.stages.Lowered, float]] = {}
     # Kernels are lowered for the mesh's devices, not for the process's own.
     with jax.set_mesh(catalogue.mesh):
         wanted = catalogue.wanted(described.params)
-        return [_compile(described, catalogue, name, *wanted[name]) for name in names]
+        for name in names:
+            began = perf_counter()
+            function, arguments = wanted[name]
+            lowered[name] = function.lower(*arguments), perf_counter() - began
+    reports = []
+    with ThreadPoolExecutor(THREADS, thread_name_prefix="compile") as pool:
+        pending = {name: pool.submit(_compile, name, *each) for name, each in lowered.items()}
+        for name, future in pending.items():
+            if progress is not None:
+                progress(name)
+            compiled, seconds = future.result()
+            reports.append(_report(described, catalogue, name, compiled, seconds))
+    return reports
 
 
-def compiled_text(catalogue: Catalogue, params: Params, name: str) -> str:
-    with jax.set_mesh(catalogue.mesh):
-        function, arguments = catalogue.wanted(params)[name]
-        return function.lower(*arguments).compile().as_text() or ""
-
-
-def _compile(described: Described, catalogue: Catalogue, name: str, function, arguments) -> Report:
+def _compile(name: str, lowered: jax.stages.Lowered, seconds: float) -> tuple[jax.stages.Compiled, float]:
     began = perf_counter()
     try:
-        compiled = function.lower(*arguments).compile()
+        return lowered.compile(), seconds + perf_counter() - began
     except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" in str(error) or "out of memory" in str(error).lower():
+        if "RESOURCE_EXHAUSTED" in str(error):
             raise DoesNotFit(f"{name}: {_first_line(error)}") from None
         raise
-    seconds = perf_counter() - began
-    memory = compiled.memory_analysis()
-    program = hlo.parse(compiled.as_text() or "")
+
+
+def _report(
+    described: Described, catalogue: Catalogue, name: str, compiled: jax.stages.Compiled, seconds: float
+) -> Report:
+    memory, text = compiled.memory_analysis(), compiled.as_text()
+    assert memory is not None and text is not None, "both compilers tell memory and text"
+    program = hlo.parse(text)
     dtype = {"bfloat16": "bf16", "float32": "f32"}[described.model.dtype]
     pool_bytes = catalogue.page_bytes * catalogue.scheduler.num_pages
     matrices = _matrix_shapes(described)
+
+    def is_weight(array: hlo.Array) -> bool:
+        return array.dtype == dtype and _shape(array.dims) in matrices
+
     return Report(
         name=name,
         argument_bytes=memory.argument_size_in_bytes,
@@ -158,8 +185,10 @@ def _compile(described: Described, catalogue: Catalogue, name: str, function, ar
         alias_bytes=memory.alias_size_in_bytes,
         compile_seconds=seconds,
         collectives=hlo.collectives(program),
+        dots=hlo.dots(program),
         pool_copies=hlo.copies(program, lambda array: array.dtype == dtype and array.nbytes == pool_bytes),
-        weight_copies=hlo.copies(program, lambda array: array.dtype == dtype and _shape(array.dims) in matrices),
+        weight_copies=hlo.copies(program, lambda array: is_weight(array) and not array.is_on_chip),
+        narrow_weights=hlo.copies(program, lambda array: is_weight(array) and array.has_narrow_tiles),
     )
 
 

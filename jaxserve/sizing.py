@@ -1,6 +1,7 @@
 """Does a model fit on chips that are not here, with how large a KV pool, and how fast could a step be?
 
-The engine's own rules (`jaxserve.start`) on the compiler's own numbers; the pool that is reported was compiled."""
+The engine's own rules (`jaxserve.start`) on the compiler's own numbers, of programs with as large a pool as the engine
+would take."""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ def usable_bytes(topology: Topology) -> int:
 
 def size(
     described: Described, topology: Topology, config: EngineConfig, *, length: int, is_all: bool = False,
-    progress: Callable[[str], None] = lambda name: None,
+    progress: Callable[[str], None] | None = None,
 ) -> Sizing:  # fmt: skip
     """Compile the programs that decide (`is_all`: every one) and draw the conclusions.
 
@@ -62,11 +63,14 @@ def size(
 
     guess = max(pages_per_row, min(most, pages_beside(0)))
     catalogue = described.catalogue(config, guess)
-    names = list(catalogue.wanted(described.params)) if is_all else list(catalogue.deciding)
-    reports = []
-    for name in names:
-        progress(name)
-        reports += compile_ahead(described, catalogue, [name])
+    names = list(catalogue.wanted(described.params)) if is_all else catalogue.deciding
+    try:
+        reports = compile_ahead(described, catalogue, names, progress=progress)
+    except DoesNotFit:
+        if guess == pages_per_row:
+            raise
+        catalogue = smallest
+        reports = compile_ahead(described, catalogue, names, progress=progress)
     temporaries = max(report.temp_bytes for report in reports)
     pages = pages_beside(temporaries)
     if max(report.peak_bytes for report in reports) > usable or pages < pages_per_row:

@@ -37,17 +37,27 @@ def compiler_folder(platform: Platform) -> Path:
     return base / f"{platform}-{version('jax')}"
 
 
+def import_path(platform: Platform) -> Path | None:
+    """The folder to import the compiler from; None = it is importable as it is.
+
+    Raises ValueError, with what to install, when it is not here."""
+    if importlib.util.find_spec(MODULES[platform]) is not None:
+        return None
+    folder = compiler_folder(platform)
+    if not (folder / MODULES[platform]).is_dir():
+        raise ValueError(
+            f"{NAMES[platform]} for jax {version('jax')} is not here: python scripts/get_compilers.py {platform}, or"
+            f" pip install 'jaxserve[{EXTRAS[platform]}]'"
+        )
+    return folder
+
+
 def use_compiler(platform: Platform) -> None:
     """Makes the compiler importable and sets what it reads from the environment; jax itself starts on the CPU.
 
     Raises ValueError, with what to install, when the compiler is not here."""
-    if importlib.util.find_spec(MODULES[platform]) is None:
-        folder = compiler_folder(platform)
-        if not (folder / MODULES[platform]).is_dir():
-            raise ValueError(
-                f"{NAMES[platform]} is not here: python scripts/get_compilers.py {platform}, or"
-                f" pip install 'jaxserve[{EXTRAS[platform]}]'"
-            )
+    folder = import_path(platform)
+    if folder is not None:
         sys.path.append(str(folder))
     os.environ["JAX_PLATFORMS"] = "cpu"
     for name, value in ENVIRONMENT[platform].items():

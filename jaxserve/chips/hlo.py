@@ -23,6 +23,7 @@ _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.-]+) = (.*)$")
 _OPCODE = re.compile(r"(?:^|\s)([a-z][\w-]*)\(")
 _ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\](\{[^}]*\})?")
 _CALLED = re.compile(r"(body|condition|to_apply|calls)=%?([\w.-]+)|branch_computations=\{([^}]*)\}")
+_PRECISION = re.compile(r'operand_precision"?[=:]([{\[][^}\]]*[}\]])')
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,12 @@ class Array:
     def is_on_chip(self) -> bool:
         """In a TPU's vector memory: a load of it, not a second copy in HBM."""
         return "S(1)" in self.layout
+
+    @property
+    def has_narrow_tiles(self) -> bool:
+        """On TPU: a register of 8 rows holds fewer of this array."""
+        tile = re.search(r"T\((\d+),\d+\)", self.layout)
+        return tile is not None and int(tile[1]) < 8
 
     def __str__(self) -> str:
         return f"{self.dtype}[{','.join(map(str, self.dims))}]{self.layout}"
@@ -144,15 +151,31 @@ def _largest(arrays: Iterable[Array]) -> Array:
     return max(arrays, key=lambda array: array.nbytes)
 
 
+def dots(program: Program) -> tuple[str, ...]:
+    """The distinct products, inside fusions too: "f32[32,1024] highest,highest"; without a word, the device's default."""
+    found = set()
+    for body in program.computations.values():
+        for instruction in body:
+            is_library = instruction.opcode == "custom-call" and (
+                "cublas" in instruction.text or "gemm" in instruction.text
+            )
+            if instruction.opcode in ("dot", "convolution") or is_library:
+                array = instruction.results[0]
+                precision = _PRECISION.search(instruction.text)
+                words = re.findall(r"\w+", precision[1].lower()) if precision else ["default"]
+                found.add(f"{array.dtype}[{','.join(map(str, array.dims))}] {','.join(words)}")
+    return tuple(sorted(found))
+
+
 def copies(program: Program, is_wanted: Callable[[Array], bool]) -> tuple[str, ...]:
-    """Instructions that make a new array, of those wanted, in the device's main memory.  Writes in place make none."""
+    """Instructions that make a new array, of those wanted.  Writes in place make none."""
     found = []
     for name in program.reached():
         for instruction in program.computations[name]:
             if instruction.opcode in VIEWS or instruction.opcode.endswith("-done") or not instruction.results:
                 continue
             array = instruction.results[0]
-            if array.is_on_chip or not is_wanted(array) or program.writes_in_place(instruction):
+            if not is_wanted(array) or program.writes_in_place(instruction):
                 continue
             found.append(f"{instruction.opcode} {instruction.name}: {array}")
     return tuple(found)

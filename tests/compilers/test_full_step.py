@@ -1,0 +1,108 @@
+"""The engine's own decode and prefill programs, through the real TPU and CUDA compilers, on chips that are not here.
+
+In the default run: Qwen3-0.6B on four v6e chips (all 28 layers, a scan) and on one H200 (4 of its 28 layers, which the
+GPU's program spells out one by one).  `-m full`: both models, whole, on five topologies."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import pytest
+
+from jaxserve.chips import parse_topology
+from tests.compilers.harness import facts
+
+DECODE, PREFILL, SAMPLE = "decode 32", "prefill 1x256", "sample 32"
+
+
+@dataclass(frozen=True)
+class Case:
+    topology: str
+    model: str
+    layers: int = 0  # 0 = all
+
+    @property
+    def platform(self) -> str:
+        return parse_topology(self.topology).chip.platform
+
+    def facts(self, *options: str, programs=(DECODE, PREFILL)) -> dict:
+        layers = ("--layers", str(self.layers)) if self.layers else ()
+        return facts("step_worker", self.topology, self.model, *programs, *layers, *options, platform=self.platform)
+
+    def __str__(self) -> str:
+        return f"{f'{self.layers} layers of ' if self.layers else ''}{self.model} on {self.topology}"
+
+
+DEFAULT = [Case("v6e:2x2", "qwen3-0.6b"), Case("h200:1", "qwen3-0.6b", layers=4)]
+WHOLE = [
+    Case(topology, model)
+    for model in ("qwen3-0.6b", "llama3-8b")
+    for topology in ("v5e:2x4", "v6e:2x2", "tpu7x:2x2x1", "h200:1", "h200:4")
+]
+CASES = [*DEFAULT, *(pytest.param(case, marks=pytest.mark.full) for case in WHOLE if case not in DEFAULT)]
+every_case = pytest.mark.parametrize("case", CASES, ids=str)
+every_program = pytest.mark.parametrize("program", [DECODE, PREFILL])
+
+
+@every_case
+@every_program
+def test_the_pool_is_written_in_place(case: Case, program: str) -> None:
+    found = case.facts()
+    report = found["programs"][program]
+    assert report["alias_bytes"] >= found["pool_bytes"], "the donated pool is not the program's output"
+    assert not report["pool_copies"], report["pool_copies"]
+    assert report["temp_bytes"] < 0.05 * found["pool_bytes"]
+
+
+@every_case
+@every_program
+def test_no_weight_is_copied(case: Case, program: str) -> None:
+    found = case.facts()
+    report = found["programs"][program]
+    assert not report["weight_copies"], report["weight_copies"]
+    assert report["temp_bytes"] < found["largest_weight_bytes"]
+
+
+@every_case
+@every_program
+def test_weights_are_loaded_in_whole_tiles(case: Case, program: str) -> None:
+    """Gate and up as [D, 2, F] fill a quarter of each TPU tile: that one load then takes most of the step."""
+    narrow = case.facts()["programs"][program]["narrow_weights"]
+    assert not narrow, narrow
+
+
+@every_case
+@every_program
+def test_devices_talk_once_for_attention_once_for_the_mlp_and_for_the_vocabulary(case: Case, program: str) -> None:
+    """A sum over devices after each row-split matrix; one for the embedding, whose rows are split; one gather of the head's
+    logits (of a single row, XLA may spell it as a sum)."""
+    found = case.facts()
+    devices, layers = found["devices"], found["layers"]
+    counts = Counter[str]()
+    for collective in found["programs"][program]["collectives"]:
+        counts[collective["kind"]] += layers if collective["is_in_loop"] else 1
+    if devices == 1:
+        assert not counts
+    else:
+        one_of = [{"all-reduce": 2 * layers + 1, "all-gather": 1}, {"all-reduce": 2 * layers + 2}]
+        assert counts in one_of, counts
+
+
+@pytest.mark.parametrize("case", DEFAULT, ids=str)
+def test_float32_products_are_exact(case: Case) -> None:
+    """Neither TF32 on a GPU nor one bfloat16 pass on a TPU."""
+    found = Case(case.topology, case.model, layers=2).facts("--dtype", "float32", programs=(DECODE,))
+    dots = found["programs"][DECODE]["dots"]
+    assert dots and all(dot.startswith("f32") and dot.endswith("highest,highest") for dot in dots), dots
+    assert found["tf32"] == 0
+    assert found["ptx"] > 0 or case.platform == "tpu"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", WHOLE, ids=str)
+def test_the_sampler_writes_its_slots_in_place(case: Case) -> None:
+    found = case.facts(programs=(SAMPLE,))
+    report = found["programs"][SAMPLE]
+    assert report["alias_bytes"] >= found["slot_bytes"]
+    assert not report["collectives"]
