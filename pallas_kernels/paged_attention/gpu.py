@@ -207,8 +207,7 @@ def _block(kv_len: Array, q_len: Array, window: Array, plan: _Plan) -> _Block:
     tile = pl.num_programs(0) - 1 - pl.program_id(0)
     head, split = pl.program_id(1), pl.program_id(2)
     size, block, splits = plan.sizes.queries_per_block, plan.sizes.block, plan.sizes.splits
-    q_len = jnp.where(kv_len > 0, q_len, 0)
-    start = kv_len - q_len  # position of the row's first query
+    start = kv_len - q_len  # position of the row's first query; in an idle row none is above -1
     first = tile * size  # the program's first query
     folded = lax.iota(jnp.int32, plan.folded)
     nth = lax.div(folded, plan.group)
@@ -255,7 +254,7 @@ def _dot(a: Array, b: Array, *, contract: tuple[int, int]) -> Array:
 
 def _dot_dtype(query: jnp.dtype, pool: jnp.dtype) -> jnp.dtype:
     """Of the matmuls' operands.  8-bit numbers are exact in any float; their scales stay outside, in float32."""
-    return query if pool.itemsize == 1 else jnp.promote_types(query, pool)
+    return query if pool.itemsize == 1 or pool == query else jnp.dtype(jnp.float32)
 
 
 def _merge(parts: _Softmax) -> Array:
