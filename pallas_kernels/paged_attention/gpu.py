@@ -269,6 +269,8 @@ def _sizes(q: Array, data: Array, num_columns: int, tiles: Mapping[str, int]) ->
     unknown = sorted(set(tiles) - set(Sizes._fields))
     if unknown:
         raise ValueError(f"tiles {', '.join(unknown)} are none of {', '.join(Sizes._fields)}")
+    if too_small := {name: size for name, size in tiles.items() if size < 1}:
+        raise ValueError(f"tiles must be at least 1, got {too_small}")
     num_rows, queries, heads, head_dim = q.shape
     kv_heads, page_size = data.shape[2:4]
     group = heads // kv_heads
@@ -293,7 +295,7 @@ def _sizes(q: Array, data: Array, num_columns: int, tiles: Mapping[str, int]) ->
         queries_per_block=size,
         splits=max(1, min(PROGRAMS // programs(size), num_columns * page_size // block)),
         num_warps=4 if uses_tensor_cores and folded <= 64 and folded * head_dim <= 64 * 128 else 8,
-        num_stages=4 if folded <= 64 else 3,
+        num_stages=4 if folded < WARPGROUP_ROWS else 3,
     )
     sizes = defaults._replace(**tiles)
     _check_sizes(sizes, group=group, page_size=page_size)
@@ -324,8 +326,6 @@ def _check_sizes(sizes: Sizes, *, group: int, page_size: int) -> None:
         raise ValueError(
             f"tile block={sizes.block} must be a power of two from 16 to 256, a multiple or a part of the page size {page_size}"
         )
-    if min(sizes) < 1:
-        raise ValueError(f"every tile must be at least 1, got {sizes}")
     if sizes.queries_per_block * group > 256:
         raise ValueError(
             f"{sizes.queries_per_block} queries a block x {group} query heads a kv head are above the 256 rows of a matmul"

@@ -3,7 +3,7 @@ answers.  Shared by the tests of every backend; Pallas backends run interpreted.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
 
 import jax
@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from pallas_kernels import IMPLEMENTATIONS, paged_attention
-from pallas_kernels.paged_attention.reference import paged_attention as reference
 
 BACKENDS = sorted(IMPLEMENTATIONS["paged_attention"])
 # name: query heads, kv heads, head dim, window, softcap
@@ -58,7 +57,8 @@ class Case:
     """Random ragged rows, an idle one among them; unread pages, unwritten positions and the scrap page hold NaN (an
     int8 pool: NaN in their scales).
 
-    dtype: of queries and pool; pool_dtype: of an 8-bit pool, whose scales are random.  Row lengths are fixed."""
+    dtype: of queries and pool; pool_dtype: of an 8-bit pool, whose scales are random.  kv_len: other rows than the usual
+    ones; each has `queries` queries, or as many as it is long."""
 
     def __init__(
         self,
@@ -68,6 +68,7 @@ class Case:
         page_size: int = 16,
         dtype: str = "float32",
         pool_dtype: str | None = None,
+        kv_len: Sequence[int] = (),
         seed: int = 0,
     ):
         rng = np.random.default_rng(seed)
@@ -75,9 +76,11 @@ class Case:
         self.traits = {shape, pool_dtype or dtype, f"queries={queries}", f"page_size={page_size}", "any"}
         self.scale_factor = head_dim**-0.5
         self.dtype, self.layer = jnp.dtype(dtype), 1
-        self.kv_len = np.array([150, 0, queries, 67, min(page_size * 4, 128)], np.int32)
-        self.q_len = np.minimum(np.array([queries, 0, queries, max(1, queries - 1), queries], np.int32), self.kv_len)
-        columns = -(-200 // page_size)
+        self.kv_len = np.array(kv_len or [150, 0, queries, 67, min(page_size * 4, 128)], np.int32)
+        self.q_len = np.minimum(queries, self.kv_len)
+        if not kv_len:
+            self.q_len[3] = max(1, queries - 1)
+        columns = -(-(max(self.kv_len) + 50) // page_size)
         self.num_pages = 1 + len(self.kv_len) * columns
         pages = 1 + rng.permutation(self.num_pages - 1)[: len(self.kv_len) * columns]
         self.table = pages.reshape(len(self.kv_len), columns).astype(np.int32)
@@ -99,7 +102,7 @@ class Case:
             for trait, reason in NOT_INTERPRETED.get(backend, {}).items():
                 if trait in self.traits:
                     pytest.skip(f"{backend}: {reason}")
-        data = _pad_last(self.data, HEAD_DIM_MULTIPLE.get(backend, 1))
+        data = pad_head_dim(self.data, HEAD_DIM_MULTIPLE.get(backend, 1))
         function = jax.jit(
             paged_attention,
             static_argnames=("num_pages", "scale_factor", "softcap", "backend", "tiles", "interpret"),
@@ -109,16 +112,6 @@ class Case:
             self.q_len[rows], num_pages=self.num_pages, scale_factor=self.scale_factor, window=jnp.int32(self.window),
             softcap=self.softcap, backend=backend, tiles=None if tiles is None else _Tiles(tiles),
             interpret=is_interpreted(backend),
-        )  # fmt: skip
-        return np.asarray(out.astype(jnp.float32))
-
-    def reference(self) -> np.ndarray:
-        """What `reference.py` says, [R, Q, N, H] float32."""
-        out = reference(
-            jnp.asarray(self.q), jnp.asarray(self.data), None if self.scale is None else jnp.asarray(self.scale),
-            jnp.int32(self.layer), jnp.asarray(self.table), jnp.asarray(self.kv_len), jnp.asarray(self.q_len),
-            num_pages=self.num_pages, scale_factor=self.scale_factor, window=jnp.int32(self.window),
-            softcap=self.softcap,
         )  # fmt: skip
         return np.asarray(out.astype(jnp.float32))
 
@@ -163,6 +156,6 @@ def _quantise(values: np.ndarray, dtype: str, rng: np.random.Generator) -> tuple
     return numbers.astype(ml_dtypes.float8_e4m3fn), scale.astype(np.float32)
 
 
-def _pad_last(array: np.ndarray, multiple: int) -> np.ndarray:
+def pad_head_dim(array: np.ndarray, multiple: int) -> np.ndarray:
     pad = -array.shape[-1] % multiple
     return np.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, pad)]) if pad else array

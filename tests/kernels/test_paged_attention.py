@@ -13,7 +13,7 @@ from tests.kernels.cases import BACKENDS, LARGEST, SHAPES, TOLERANCE, Case, matr
 
 @pytest.mark.parametrize(
     ("backend", "shape", "queries"),
-    matrix(SHAPES, [1, 4, 32], interpreted={("smollm2", 1), ("llama3", 4), ("gemma2", 32), ("gemma3", 1), ("mha", 4)}),
+    matrix(SHAPES, [1, 4, 32], interpreted={("smollm2", 1), ("llama3", 4), ("gemma2", 32)}),
 )
 def test_attention_equals_the_oracle_and_reads_nothing_else(backend: str, shape: str, queries: int) -> None:
     case = Case(shape, queries=queries)
@@ -26,7 +26,7 @@ def test_attention_equals_the_oracle_and_reads_nothing_else(backend: str, shape:
         ["float32", "bfloat16"],
         [16, 32, 64, 128],
         ["smollm2", "gemma3"],
-        interpreted={("bfloat16", 16, "smollm2"), ("bfloat16", 64, "gemma3"), ("float32", 128, "smollm2")},
+        interpreted={("bfloat16", 16, "smollm2"), ("bfloat16", 64, "gemma3")},
     ),
 )
 def test_page_sizes_and_dtypes(backend: str, dtype: str, page_size: int, shape: str) -> None:
@@ -39,12 +39,10 @@ def test_page_sizes_and_dtypes(backend: str, dtype: str, page_size: int, shape: 
     matrix(sorted(LARGEST), ["qwen3", "gemma2"], interpreted={("int8", "gemma2"), ("float8_e4m3fn", "qwen3")}),
 )
 def test_eight_bit_pages_are_read_with_their_scales(backend: str, pool_dtype: str, shape: str) -> None:
-    """Equal to float numbers that are data * scale: the oracle's, and the reference backend's."""
+    """As if the pool held the floats data * scale."""
     queries, page_size = {"qwen3": (1, 128), "gemma2": (5, 32)}[shape]
     case = Case(shape, queries=queries, page_size=page_size, pool_dtype=pool_dtype)
-    got = case.run(backend)
-    np.testing.assert_allclose(got, case.oracle(), rtol=0, atol=TOLERANCE["float32"])
-    np.testing.assert_allclose(got, case.reference(), rtol=0, atol=TOLERANCE["float32"])
+    np.testing.assert_allclose(case.run(backend), case.oracle(), rtol=0, atol=TOLERANCE["float32"])
 
 
 @pytest.mark.parametrize("queries", [1, 4])
