@@ -160,6 +160,9 @@ def _kernel(
         column = index * (block // page_size) + lax.div(step, page_size)
         return plt.load(table_ref.at[column], mask=index * block + step < my.high, other=0)
 
+    def scale_of(lines, holds):
+        return plt.load(scales_ref.at[lines], mask=holds, other=0).astype(jnp.float32)[None, :]
+
     def attend_block(index, carry):
         page, softmax = carry
         following = page_at(index + 1)  # asked for one step early: the copies of its block must not wait for it
@@ -174,7 +177,7 @@ def _kernel(
             value = jnp.where(_spread(holds, value.shape[1]), value, 0)
         score = _dot(query, key, contract=(1, 1))  # [M, B]
         if scales_ref is not None:
-            score *= plt.load(scales_ref.at[keys_at], mask=holds, other=0)[None, :]
+            score *= scale_of(keys_at, holds)
         if plan.softcap:
             score = plan.softcap * LOG2_E * jnp.tanh(score * (plan.scale_factor / plan.softcap))
         else:
@@ -186,7 +189,7 @@ def _kernel(
         keep = jnp.exp2(softmax.top - top)
         total = softmax.total * keep + weight.sum(1)
         if scales_ref is not None:
-            weight *= plt.load(scales_ref.at[values_at], mask=holds, other=0)[None, :]
+            weight *= scale_of(values_at, holds)
         out = softmax.out * keep[:, None] + _dot(weight.astype(value.dtype), value, contract=(1, 0))
         return following, _Softmax(out, top, total)
 
@@ -278,15 +281,20 @@ def _sizes(q: Array, data: Array, num_columns: int, tiles: Mapping[str, int]) ->
     def programs(queries_per_block: int) -> int:
         return num_rows * kv_heads * pl.cdiv(queries, queries_per_block)
 
+    # What 255 registers a thread hold: rows of a matmul where programs are few and many, and positions of a block.
     uses_tensor_cores = _dot_dtype(q.dtype, data.dtype) != jnp.float32
-    if uses_tensor_cores:
-        few, many, longest = 64, 64 if data.dtype.itemsize == 1 and head_dim > 128 else 128, 128
-    else:  # a matmul's operands live in registers, as a whole where they were converted
+    is_narrow = data.dtype.itemsize == 1
+    if not uses_tensor_cores:  # operands live in registers, as a whole where they were converted
         few = many = longest = 32 if data.dtype == jnp.float32 else 16
+    elif is_narrow and head_dim > 128:
+        few, many, longest = 64, 64, 128
+    else:
+        few, many, longest = 64, 128, 128
     few, many = max(1, few // group), max(1, many // group)
     size = tiles.get("queries_per_block", min(queries, many if programs(many) >= PROGRAMS else few))
     folded = max(16, pl.next_power_of_2(size * group))
-    block = min(BLOCK_BYTES // (2 * head_dim * max(2, data.dtype.itemsize)), longest if folded <= 64 else 64)
+    block = BLOCK_BYTES // (2 * head_dim * (2 if is_narrow else data.dtype.itemsize))
+    block = min(block, longest if folded <= WARPGROUP_ROWS else 64)
     while page_size % block and block % page_size:
         block //= 2
     block = tiles.get("block", block)
@@ -317,7 +325,7 @@ def _check(q: Array, data: Array) -> None:
         page = data.size // data.shape[0]
         raise ValueError(
             f"a pool of {data.dtype} must not lie between 2 and 4 GiB, where the compiler's 32-bit offsets overflow: "
-            f"{data.shape[0]} pages of {page} bytes, take at most {2**31 // page} or at least {2**32 // page + 1}"
+            f"{data.shape[0]} pages of {page} bytes in all layers, take at most {2**31 // page} or at least {2**32 // page + 1}"
         )
 
 
