@@ -160,6 +160,9 @@ def _kernel(
         column = index * (block // page_size) + lax.div(step, page_size)
         return plt.load(table_ref.at[column], mask=index * block + step < my.high, other=0)
 
+    def scale_of(lines, holds):
+        return plt.load(scales_ref.at[lines], mask=holds, other=0).astype(jnp.float32)[None, :]
+
     def attend_block(index, carry):
         page, softmax = carry
         following = page_at(index + 1)  # asked for one step early: the copies of its block must not wait for it
@@ -174,7 +177,7 @@ def _kernel(
             value = jnp.where(_spread(holds, value.shape[1]), value, 0)
         score = _dot(query, key, contract=(1, 1))  # [M, B]
         if scales_ref is not None:
-            score *= plt.load(scales_ref.at[keys_at], mask=holds, other=0)[None, :]
+            score *= scale_of(keys_at, holds)
         if plan.softcap:
             score = plan.softcap * LOG2_E * jnp.tanh(score * (plan.scale_factor / plan.softcap))
         else:
@@ -186,7 +189,7 @@ def _kernel(
         keep = jnp.exp2(softmax.top - top)
         total = softmax.total * keep + weight.sum(1)
         if scales_ref is not None:
-            weight *= plt.load(scales_ref.at[values_at], mask=holds, other=0)[None, :]
+            weight *= scale_of(values_at, holds)
         out = softmax.out * keep[:, None] + _dot(weight.astype(value.dtype), value, contract=(1, 0))
         return following, _Softmax(out, top, total)
 
@@ -207,8 +210,7 @@ def _block(kv_len: Array, q_len: Array, window: Array, plan: _Plan) -> _Block:
     tile = pl.num_programs(0) - 1 - pl.program_id(0)
     head, split = pl.program_id(1), pl.program_id(2)
     size, block, splits = plan.sizes.queries_per_block, plan.sizes.block, plan.sizes.splits
-    q_len = jnp.where(kv_len > 0, q_len, 0)
-    start = kv_len - q_len  # position of the row's first query
+    start = kv_len - q_len  # position of the row's first query; in an idle row none is above -1
     first = tile * size  # the program's first query
     folded = lax.iota(jnp.int32, plan.folded)
     nth = lax.div(folded, plan.group)
@@ -255,7 +257,7 @@ def _dot(a: Array, b: Array, *, contract: tuple[int, int]) -> Array:
 
 def _dot_dtype(query: jnp.dtype, pool: jnp.dtype) -> jnp.dtype:
     """Of the matmuls' operands.  8-bit numbers are exact in any float; their scales stay outside, in float32."""
-    return query if pool.itemsize == 1 else jnp.promote_types(query, pool)
+    return query if pool.itemsize == 1 or pool == query else jnp.dtype(jnp.float32)
 
 
 def _merge(parts: _Softmax) -> Array:
@@ -270,6 +272,8 @@ def _sizes(q: Array, data: Array, num_columns: int, tiles: Mapping[str, int]) ->
     unknown = sorted(set(tiles) - set(Sizes._fields))
     if unknown:
         raise ValueError(f"tiles {', '.join(unknown)} are none of {', '.join(Sizes._fields)}")
+    if too_small := {name: size for name, size in tiles.items() if size < 1}:
+        raise ValueError(f"tiles must be at least 1, got {too_small}")
     num_rows, queries, heads, head_dim = q.shape
     kv_heads, page_size = data.shape[2:4]
     group = heads // kv_heads
@@ -277,15 +281,20 @@ def _sizes(q: Array, data: Array, num_columns: int, tiles: Mapping[str, int]) ->
     def programs(queries_per_block: int) -> int:
         return num_rows * kv_heads * pl.cdiv(queries, queries_per_block)
 
+    # What 255 registers a thread hold: rows of a matmul where programs are few and many, and positions of a block.
     uses_tensor_cores = _dot_dtype(q.dtype, data.dtype) != jnp.float32
-    if uses_tensor_cores:
-        few, many, longest = 64, 64 if data.dtype.itemsize == 1 and head_dim > 128 else 128, 128
-    else:  # a matmul's operands live in registers, as a whole where they were converted
+    is_narrow = data.dtype.itemsize == 1
+    if not uses_tensor_cores:  # operands live in registers, as a whole where they were converted
         few = many = longest = 32 if data.dtype == jnp.float32 else 16
+    elif is_narrow and head_dim > 128:
+        few, many, longest = 64, 64, 128
+    else:
+        few, many, longest = 64, 128, 128
     few, many = max(1, few // group), max(1, many // group)
     size = tiles.get("queries_per_block", min(queries, many if programs(many) >= PROGRAMS else few))
     folded = max(16, pl.next_power_of_2(size * group))
-    block = min(BLOCK_BYTES // (2 * head_dim * max(2, data.dtype.itemsize)), longest if folded <= 64 else 64)
+    block = BLOCK_BYTES // (2 * head_dim * (2 if is_narrow else data.dtype.itemsize))
+    block = min(block, longest if folded <= WARPGROUP_ROWS else 64)
     while page_size % block and block % page_size:
         block //= 2
     block = tiles.get("block", block)
@@ -294,7 +303,7 @@ def _sizes(q: Array, data: Array, num_columns: int, tiles: Mapping[str, int]) ->
         queries_per_block=size,
         splits=max(1, min(PROGRAMS // programs(size), num_columns * page_size // block)),
         num_warps=4 if uses_tensor_cores and folded <= 64 and folded * head_dim <= 64 * 128 else 8,
-        num_stages=4 if folded <= 64 else 3,
+        num_stages=4 if folded < WARPGROUP_ROWS else 3,
     )
     sizes = defaults._replace(**tiles)
     _check_sizes(sizes, group=group, page_size=page_size)
@@ -316,7 +325,7 @@ def _check(q: Array, data: Array) -> None:
         page = data.size // data.shape[0]
         raise ValueError(
             f"a pool of {data.dtype} must not lie between 2 and 4 GiB, where the compiler's 32-bit offsets overflow: "
-            f"{data.shape[0]} pages of {page} bytes, take at most {2**31 // page} or at least {2**32 // page + 1}"
+            f"{data.shape[0]} pages of {page} bytes in all layers, take at most {2**31 // page} or at least {2**32 // page + 1}"
         )
 
 
@@ -325,8 +334,6 @@ def _check_sizes(sizes: Sizes, *, group: int, page_size: int) -> None:
         raise ValueError(
             f"tile block={sizes.block} must be a power of two from 16 to 256, a multiple or a part of the page size {page_size}"
         )
-    if min(sizes) < 1:
-        raise ValueError(f"every tile must be at least 1, got {sizes}")
     if sizes.queries_per_block * group > 256:
         raise ValueError(
             f"{sizes.queries_per_block} queries a block x {group} query heads a kv head are above the 256 rows of a matmul"

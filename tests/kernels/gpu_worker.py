@@ -113,8 +113,9 @@ class Facts:
     wgmma: int  # instructions in its text: matmuls of a warpgroup, of a warp, of float32 by TensorFloat-32
     mma: int
     tf32: int
-    wide_copies: int  # asynchronous copies of 16 bytes, and of fewer
-    narrow_copies: int
+    copies_of_16: int  # asynchronous copies, by their bytes
+    copies_of_8: int
+    copies_of_4: int
     offset_bits: int  # of the pool's addresses
     temp_bytes: int  # of the whole program
     pool_bytes: int
@@ -182,8 +183,9 @@ def _assembled(path: Path) -> dict[str, int]:
         "wgmma": ptx.count("wgmma.mma_async"),
         "mma": ptx.count("mma.sync"),
         "tf32": ptx.count("tf32"),
-        "wide_copies": copies.count(16),
-        "narrow_copies": len(copies) - copies.count(16),
+        "copies_of_16": copies.count(16),
+        "copies_of_8": copies.count(8),
+        "copies_of_4": copies.count(4),
     }
 
 

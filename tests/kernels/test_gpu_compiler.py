@@ -45,8 +45,9 @@ def check(facts: Facts) -> None:
     assert facts.shared_bytes <= SHARED_BYTES, facts
     if shape.queries * shape.heads // shape.kv_heads < WIDE_ROWS:
         assert facts.shared_bytes <= SHARED_BYTES / 2, facts
-    assert facts.wide_copies, facts
-    assert facts.narrow_copies == 0 or shape.pool_dtype, facts  # only an 8-bit pool's scales come in less
+    assert facts.copies_of_16, facts
+    assert facts.copies_of_8 == 0, facts
+    assert facts.copies_of_4 == 0 or shape.pool_dtype, facts  # an 8-bit pool's scales
     # Elements past 2^31 are beyond a signed 32-bit offset.
     assert facts.offset_bits == (64 if facts.pool_bytes > 2**32 else 32), facts
     if shape.dtype == "float32":
