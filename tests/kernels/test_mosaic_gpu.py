@@ -31,9 +31,17 @@ def test_decode_folds_the_heads_of_a_group_and_merges_its_splits() -> None:
     assert_right_and_ordered(case, {"splits": 2, "stages": 1}, slice(0, 3))
 
 
-def test_verify_with_a_window_and_a_softcap() -> None:
-    """The first page of a window, and the last of a row, hold NaN beside what is seen."""
-    assert_right_and_ordered(Case("gemma2", queries=4, page_size=64, dtype="bfloat16"))
+def test_verify_with_a_window_a_softcap_and_small_pages() -> None:
+    """What a window leaves out and what follows a row are NaN, a block is four pages, and the table ends with the
+    longest row's last page, within a block."""
+    case = Case("gemma2", queries=4, page_size=16, dtype="bfloat16")
+    case.softcap = 1.0  # the scores are a few units: 50 would bend none of them by a bfloat16's width
+    case.table = case.table[:, : -(-max(case.kv_len) // 16)]
+    for row, first in enumerate(case.kv_len - case.q_len - case.window + 1):
+        for position in range(first):
+            page = case.layer * case.num_pages + case.table[row, position // 16]
+            case.data[page, :, :, position % 16] = np.nan
+    assert_right_and_ordered(case)
 
 
 def test_a_prompt_chunk_on_two_warpgroups() -> None:
