@@ -5,7 +5,7 @@ BIN = $(VENV)/bin
 CONSTRAINTS = constraints.txt
 EXTRA = dev
 
-.PHONY: setup serve check check-full test test-device lint protos bench
+.PHONY: setup serve check check-full test test-device lint protos bench compilers
 
 setup: $(VENV)/.done
 
@@ -42,3 +42,7 @@ protos: setup
 
 bench: setup
 	$(BIN)/python scripts/bench.py
+
+# The compilers of TPUs and GPUs, for scripts/plan.py and the tests that check the programs of absent chips.
+compilers: setup
+	$(BIN)/python scripts/get_compilers.py

@@ -23,9 +23,12 @@ from jaxserve.device.state import KVPool, SlotShape, SlotState
 from jaxserve.device.steps import HEAD, Model, Params
 from jaxserve.programs import Programs, Wanted
 
-# By device kind.  TPU 7x: its compiler wants 16-bit matrices in tiles of 16 rows but is handed them in tiles of 8, so left
-# alone it copies every weight at every step (twice the bytes of a decode step, by its own count).
+# By platform and by device kind; what each gains is its compiler's own estimate (`tests/compilers`).
 COMPILER_OPTIONS: dict[str, dict[str, str | bool | int | float]] = {
+    # Else the products of a single row run on the vector unit: a decode step of one row takes twice the time of four.
+    "tpu": {"xla_tpu_enable_dot_strength_reduction": "false"},
+    # Its compiler wants 16-bit matrices in tiles of 16 rows but is handed them in tiles of 8, so left alone it copies
+    # every weight at every step.
     "TPU7x": {"xla_tpu_control_large_2nd_minor_layout_for_x16": "false"},
 }
 
@@ -117,8 +120,9 @@ class Catalogue:
         pool = _placed(self._make_pool().eval_shape(), NamedSharding(self.mesh, POOL))
         slots = _placed(self._make_slots().eval_shape(), replicated)
         common = {"backend": self.backend, "mesh": self.mesh}
-        options = COMPILER_OPTIONS.get(self.mesh.devices.flat[0].device_kind)
-        jit = partial(jax.jit, compiler_options=options)
+        device = self.mesh.devices.flat[0]
+        options = COMPILER_OPTIONS.get(device.platform, {}) | COMPILER_OPTIONS.get(device.device_kind, {})
+        jit = partial(jax.jit, compiler_options=options or None)
         forward_out = (replicated, NamedSharding(self.mesh, POOL))
         load = jit(partial(load_slot, shape=self.slot_shape), donate_argnums=0, out_shardings=replicated)
         wanted: Wanted = {"load": (load, (slots, array(load_width(self.slot_shape))))}
@@ -148,7 +152,7 @@ class Catalogue:
             wanted[f"score {rows * chunk}"] = (score, (weights, hidden, slots, array(3)))
         draw = jit(steps.sample, donate_argnums=0, out_shardings=replicated)
         for rows in self.sample_buckets:
-            logits, packed = array(rows, 1, shape.vocab, dtype="float32"), array(rows, self.packed_columns)
+            logits, packed = array(rows, shape.vocab, dtype="float32"), array(rows, self.packed_columns)
             wanted[f"sample {rows}"] = (draw, (slots, logits, array(rows), packed, self._mask(rows)))
         return wanted
 

@@ -54,7 +54,8 @@ class Forwarded:
     """What forward leaves for the sampler."""
 
     hidden: Array  # [R * Q, D], for prompt logprobs
-    logits: Array  # [R, 1, V] float32, of each row's last query; of verify [R, K+1, V], of every query
+    # With an axis of 1 in the middle a TPU would copy them into wider tiles.
+    logits: Array  # [R, V] float32, of each row's last query; of verify [R, K+1, V], of every query
     kv_len: Array  # [R] int32; 0 = the row was inert
 
 
@@ -67,7 +68,7 @@ def prefill(model: Model, params: Params, pool: KVPool, slots: SlotState, packed
     attend = make_attend(inputs, backend=backend, mesh=mesh)
     hidden, pool = model.forward(params, tokens, inputs.positions, pool, attend)
     last = jnp.maximum(q_len - 1, 0)[:, None, None]
-    logits = model.logits(params, jnp.take_along_axis(hidden, last, axis=1))  # gathered before the head
+    logits = model.logits(params, jnp.take_along_axis(hidden, last, axis=1)[:, 0])  # gathered before the head
     return Forwarded(hidden=hidden.reshape(-1, hidden.shape[-1]), logits=logits, kv_len=inputs.kv_len), pool
 
 
@@ -81,9 +82,8 @@ def decode(model: Model, params: Params, pool: KVPool, slots: SlotState, packed:
     tokens = slots.tokens[slot[:, None], inputs.positions]
     attend = make_attend(inputs, backend=backend, mesh=mesh)
     hidden, pool = model.forward(params, tokens, inputs.positions, pool, attend)
-    return Forwarded(
-        hidden=hidden.reshape(-1, hidden.shape[-1]), logits=model.logits(params, hidden), kv_len=inputs.kv_len
-    ), pool
+    hidden = hidden[:, 0]
+    return Forwarded(hidden=hidden, logits=model.logits(params, hidden), kv_len=inputs.kv_len), pool
 
 
 def place(packed: Array, start: Array, q_len: Array, queries: int) -> StepInputs:
@@ -101,13 +101,13 @@ def place(packed: Array, start: Array, q_len: Array, queries: int) -> StepInputs
 def sample(slots: SlotState, logits: Array, kv_len: Array, packed: Array, mask: Array) -> tuple[Array, SlotState]:
     """Draw each row's next token and write it to its slot.
 
-    logits [R, 1, V], kv_len [R] of `Forwarded`, packed [R, HEAD + P], mask [R, V/32] uint32 (read where a row has
+    logits [R, V], kv_len [R] of `Forwarded`, packed [R, HEAD + P], mask [R, V/32] uint32 (read where a row has
     RowFlag.MASK) -> drawn [R, DRAWN_WIDTH] int32, slots.  Rows that take no token write the scrap slot."""
     flags = packed[:, 3]
     takes = ((flags & RowFlag.TAKES_TOKEN) > 0) & (kv_len > 0)
     scrap = slots.length.shape[0] - 1
     slot = jnp.where(takes, packed[:, 0], scrap)
-    drawn = sampling.draw(logits[:, 0], sampling.rows_of(slots, slot), mask, flags)
+    drawn = sampling.draw(logits, sampling.rows_of(slots, slot), mask, flags)
     at = jnp.minimum(kv_len, slots.tokens.shape[1] - 1)
     slots = replace(
         slots,

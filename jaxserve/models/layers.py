@@ -110,7 +110,8 @@ class Attention(nnx.Module):
         config = self.config
         rows, queries, _ = x.shape
         with jax.named_scope("qkv"):
-            qkv = matmul(x, self.qkv)
+            # A barrier on TPU: its compiler would shape the product as [K, G + 2, H] and for that first copy the weight.
+            qkv = lax.platform_dependent(matmul(x, self.qkv), tpu=lax.optimization_barrier, default=lambda qkv: qkv)
             if self.qkv_bias is not None:
                 qkv = qkv + wide(self.qkv_bias.get_value(), 3)
             qkv = qkv.reshape(rows, queries, config.kv_heads_held, config.group + 2, config.head_dim)

@@ -35,7 +35,8 @@ UNLIMITED = 1 << 30  # positions
 Ref = Array  # what a kernel gets: memory that is indexed, assigned and sliced with `.at` like an array
 
 MIB = 1 << 20
-VMEM_LIMIT = 48 * MIB  # of 64 (7x) or 128 (v5e, v6e)
+VMEM_LIMIT = 48 * MIB  # of 64 (7x) or 128 (v5e, v6e); a call claims what it needs, the rest stays XLA's
+STACK_BYTES = 6 * MIB  # for what the compiler keeps beside the arrays counted in `_vmem_bytes`
 BLOCK_BYTES = 2 * MIB  # two such blocks under way hide a DMA's latency at an HBM's full speed
 TILE_ROWS = 512  # matmul rows of a prefill tile: enough arithmetic for each byte of keys and values
 TILE_BYTES = 16 * MIB  # a tile's queries, output and running softmax
@@ -62,7 +63,10 @@ def paged_attention(
 
     tiles: queries_per_block and pages_per_block; a number left out is computed from the shapes.  interpret: True runs
     the body as plain XLA, `InterpretParams` in the TPU simulator.  Raises ValueError for a head dim, a page size or
-    block sizes that the TPU cannot serve."""
+    block sizes that the TPU cannot serve.
+
+    An 8-bit pool of pages shorter than 128 tokens wants its scales laid out page after page (`Format(Layout((0, 1, 2,
+    3)), sharding)`): the TPU's own choice for so short rows is another, and XLA would copy all scales at every call."""
     sizes = _sizes(q, data, scale, page_table, tiles or {})
     scalars = _Scalars(kv_len, q_len, layer.reshape(1), window.reshape(1))
     # [R, P] -> [R, C, 128]: a row is contiguous, so that one DMA brings it.
@@ -82,7 +86,7 @@ def paged_attention(
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("arbitrary", "arbitrary"),  # in order: the stream's state passes from tile to tile
-            vmem_limit_bytes=VMEM_LIMIT,
+            vmem_limit_bytes=_vmem_bytes(sizes, q, data, scale),
             disable_bounds_checks=True,  # the host checks page ids
         ),
         cost_estimate=_cost(q, data, scale, page_table),
@@ -175,9 +179,8 @@ def _sizes(q: Array, data: Array, scale: Array | None, page_table: Array, tiles:
 
 def _default_queries(q: Array, kv_heads: int) -> int:
     """Queries a tile: TILE_ROWS matmul rows or fewer, while a tile fits TILE_BYTES; all tiles of a row equally long."""
-    _, queries, heads, head_dim = q.shape
-    a_query = heads * (5 * head_dim * q.dtype.itemsize + 4 * (2 * LANES + head_dim))  # see _vmem_bytes
-    most = max(1, min(TILE_ROWS * kv_heads // heads, TILE_BYTES // a_query))
+    queries = q.shape[1]
+    most = max(1, min(TILE_ROWS * kv_heads // q.shape[2], TILE_BYTES // _bytes_of_a_query(q)))
     return pl.cdiv(queries, pl.cdiv(queries, most))
 
 
@@ -192,17 +195,21 @@ def _default_pages(data: Array, columns: int, *, rows: int) -> int:
 
 
 def _vmem_bytes(sizes: _Sizes, q: Array, data: Array, scale: Array | None) -> int:
-    """What a call holds in VMEM, with room for the scores and weights of a step (the compiler's own stack)."""
-    rows = sizes.kv_heads * sizes.matmul_rows
-    in_and_out = 4 * rows * sizes.head_dim * q.dtype.itemsize  # two buffers each
-    tile = in_and_out + rows * (sizes.head_dim * sizes.dtype.itemsize + 4 * (2 * LANES + sizes.head_dim))
-    pages = BUFFERS * 2 * sizes.kv_heads * sizes.block * sizes.head_dim * data.dtype.itemsize
+    """What a call holds in VMEM, the scores and weights of a step among it."""
+    pages = BUFFERS * sizes.pages_per_block * data[0].size * data.dtype.itemsize
     scales = 0
     if scale is not None:
-        page = 2 * _round_up(sizes.kv_heads, SUBLANES) * _round_up(sizes.page_size, LANES)
-        scales = BUFFERS * sizes.pages_per_block * page * 4
-    step = 4 * sizes.heads_per_step * (4 * sizes.matmul_rows * sizes.block + 2 * sizes.block * sizes.head_dim)
-    return tile + pages + scales + step
+        a_page = 2 * _round_up(sizes.kv_heads, SUBLANES) * _round_up(sizes.page_size, LANES)
+        scales = BUFFERS * sizes.pages_per_block * a_page * scale.dtype.itemsize
+    step = 4 * sizes.heads_per_step * sizes.block * (4 * sizes.matmul_rows + 2 * sizes.head_dim)
+    return sizes.queries_per_block * _bytes_of_a_query(q) + pages + scales + step + STACK_BYTES
+
+
+def _bytes_of_a_query(q: Array) -> int:
+    """VMEM for a query of a tile with all its heads: two buffers each of input and output, the folded copy, the softmax."""
+    heads, head_dim = q.shape[2:]
+    in_and_out = 4 * _round_up(heads, 2 * SUBLANES) * head_dim * q.dtype.itemsize
+    return in_and_out + heads * 4 * (head_dim + 2 * LANES + head_dim)
 
 
 def _cost(q: Array, data: Array, scale: Array | None, page_table: Array) -> pl.CostEstimate:
@@ -265,6 +272,9 @@ def _scratch_shapes(data: Array, scale: Array | None, *, columns: int, sizes: _S
         "total": pltpu.VMEM((*rows, LANES), jnp.float32),
         "out": pltpu.VMEM((*rows, sizes.head_dim), jnp.float32),
     }
+
+
+# ---- Which tile sees what ---------------------------------------------------------------------------------------------
 
 
 class _Span(NamedTuple):

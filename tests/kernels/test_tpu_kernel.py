@@ -70,6 +70,15 @@ def test_layers_of_one_scan_over_sharded_heads() -> None:
         np.testing.assert_allclose(out, case.oracle(), rtol=0, atol=TOLERANCE["float32"])
 
 
+@pytest.mark.parametrize(("dtype", "precision"), [("float32", "HIGHEST"), ("bfloat16", "DEFAULT")])
+def test_dots_are_exact_for_float32_and_one_pass_for_narrower(dtype: str, precision: str) -> None:
+    text = str(jax.make_jaxpr(partial(trace, tiles={}))(*call_shapes(dtype=dtype)))
+    dots = text.count("dot_general[")
+    assert dots > 0
+    assert text.count(f"precision=(Precision.{precision}, Precision.{precision})") == dots
+    assert text.count("preferred_element_type=float32") == dots
+
+
 @pytest.mark.parametrize(
     ("head_dim", "page_size", "dtype", "tiles", "words"),
     [
@@ -84,11 +93,22 @@ def test_layers_of_one_scan_over_sharded_heads() -> None:
 def test_refuses_what_a_tpu_cannot_serve(
     head_dim: int, page_size: int, dtype: str, tiles: dict[str, int], words: str
 ) -> None:
+    shapes = call_shapes(dtype=dtype, head_dim=head_dim, page_size=page_size)
+    with pytest.raises(ValueError, match=words):
+        jax.eval_shape(partial(trace, tiles=tiles), *shapes)
+
+
+def trace(q, data, scale, number, table, lengths, *, tiles: dict[str, int]) -> jax.Array:
+    return tpu.paged_attention(
+        q, data, scale, number, table, lengths, lengths,
+        num_pages=4, scale_factor=1.0, window=number, softcap=0.0, tiles=tiles,
+    )  # fmt: skip
+
+
+def call_shapes(*, dtype: str, head_dim: int = 128, page_size: int = 16) -> tuple:
+    """q, data, scale, a number, page table, lengths; dtype is the pool's."""
     data = jax.ShapeDtypeStruct((8, 2, 2, page_size, head_dim), dtype)
     scale = jax.ShapeDtypeStruct(data.shape[:-1], jnp.float32) if dtype == "int8" else None
     q = jax.ShapeDtypeStruct((2, 1, 4, head_dim), jnp.float32 if dtype == "float32" else jnp.bfloat16)
-    number, lengths = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((2,), jnp.int32)
-    table = jax.ShapeDtypeStruct((2, 2), jnp.int32)
-    attend = partial(tpu.paged_attention, num_pages=4, scale_factor=1.0, softcap=0.0, tiles=tiles)
-    with pytest.raises(ValueError, match=words):
-        jax.eval_shape(attend, q, data, scale, number, table, lengths, lengths, window=number)
+    number, table, lengths = (jax.ShapeDtypeStruct(dims, jnp.int32) for dims in ((), (2, 2), (2,)))
+    return q, data, scale, number, table, lengths

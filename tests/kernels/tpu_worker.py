@@ -61,10 +61,16 @@ SHAPES: Mapping[str, Shape] = {
     "llama3_8b_int8_pages_of_32": Shape(dtype="int8", page_size=32),
     "llama3_8b_int8_prefill": Shape(dtype="int8", page_size=128, rows=4, queries=512),
     "llama3_8b_float8": Shape(dtype="float8_e4m3fn", page_size=128),
+    "llama3_70b_one_of_eight_chips": Shape(heads=8, kv_heads=1, page_size=16, columns=1024, pages=65536),
+    "llama2_7b_decode": Shape(kv_heads=32, pages=2048),
     "llama2_7b_prefill": Shape(kv_heads=32, rows=4, queries=512, pages=2048),
     "qwen3_0.6b_decode": Shape(heads=16, page_size=16, columns=256),
     "qwen3_0.6b_pages_of_32": Shape(heads=16, page_size=32),
     "gemma2_decode": Shape(heads=8, kv_heads=4, head_dim=256, pool_dim=256, softcap=50.0),
+    "gemma2_27b_float32_prefill": Shape(
+        heads=32, kv_heads=16, dtype="float32", rows=2, queries=2048, pages=2048, softcap=50.0
+    ),
+    "gemma3_decode": Shape(heads=4, kv_heads=1, head_dim=256, pool_dim=256, page_size=128),
     "gemma3_prefill": Shape(heads=4, kv_heads=1, head_dim=256, pool_dim=256, rows=4, queries=512),
     "smollm2_decode": Shape(heads=9, kv_heads=3, head_dim=64, pages=16384),
     "smollm2_float32": Shape(heads=9, kv_heads=3, head_dim=64, dtype="float32"),
