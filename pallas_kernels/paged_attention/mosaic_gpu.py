@@ -332,7 +332,7 @@ def _sizes(q: Array, data: Array, num_columns: int, tiles: Mapping[str, int]) ->
     slots = (SHARED_MEMORY - _bytes(head_dim, Sizes(block, 0, warpgroups, 1))) // (block * head_dim * 4)
     programs = rows * kv_heads * pl.cdiv(num_tiles, warpgroups)
     splits = min(PROCESSORS // programs, num_columns * page_size // (4 * block), 32)
-    sizes = Sizes(block, max(2, min(4, slots)), warpgroups, max(1, splits))._replace(**tiles)
+    sizes = Sizes(block, max(1, min(4, slots)), warpgroups, max(1, splits))._replace(**tiles)
     if block not in (64, 128) or (page_size % block and block % page_size) or min(sizes) < 1 or warpgroups > 2:
         raise ValueError(
             f"{sizes} must have a block of 64 or 128 that divides {page_size} tokens a page or is a multiple of it, "
