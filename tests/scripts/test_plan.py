@@ -49,11 +49,11 @@ def test_a_model_that_fits_and_one_that_does_not(tmp_path: Path) -> None:
     except ValueError as error:
         pytest.skip(str(error))
     fits = tmp_path / "fits.json"
-    few = ("--topology", "v6e:1", "--max-len", "1024", "--slots", "8")
-    done = plan("--model", str(CONFIGS / "qwen3-0.6b.json"), *few, "--json", str(fits))
+    few = ("--max-len", "1024", "--slots", "8")
+    done = plan("--model", str(CONFIGS / "qwen3-0.6b.json"), "--topology", "v6e:1", *few, "--json", str(fits))
     assert done.returncode == 0, done.stderr
     found = json.loads(fits.read_text())
     assert found["fits"] and found["topology"] == "v6e:1"
-    done = plan("--model", str(CONFIGS / "llama3-8b.json"), *few, "--dtype", "float32")
+    done = plan("--model", str(CONFIGS / "llama3-8b.json"), "--topology", "v5e:1", "--dtype", "float32", *few)
     assert done.returncode == 1, done.stderr
     assert "does not fit" in done.stdout and "GiB" in done.stdout
