@@ -20,7 +20,17 @@ from .measure import seconds_per_call
 
 FOLDER = Path(pallas_kernels.__file__).parent / "tiles"
 # backend -> phase -> name -> sizes to try, all combinations of them
-CANDIDATES: Mapping[str, Mapping[Phase, Mapping[str, Sequence[int]]]] = {}
+CANDIDATES: Mapping[str, Mapping[Phase, Mapping[str, Sequence[int]]]] = {
+    "pallas_tpu": {
+        "decode": {"pages_per_block": (2, 4, 8, 16, 32)},
+        "prefill": {"queries_per_block": (64, 128, 256), "pages_per_block": (4, 8, 16)},
+    },
+    "pallas_triton": {
+        "decode": {"block": (32, 64, 128), "num_warps": (4, 8), "num_stages": (2, 3, 4)},
+        "prefill": {"queries_per_block": (16, 32), "block": (32, 64), "num_stages": (2, 3)},
+    },
+    "pallas_mosaic_gpu": {"decode": {"block": (64, 128)}, "prefill": {"block": (64, 128), "warpgroups": (1, 2)}},
+}
 WORK: Mapping[Phase, tuple[int, list[int]]] = {  # phase -> queries, contexts
     "decode": (1, [4096] * 64),
     "prefill": (512, [4096] * 4),
