@@ -108,46 +108,33 @@ def pack_masks(masks: dict[int, bytes], rows: int, vocab: int) -> np.ndarray:
 
 
 def read_call(call: Call, drawn: np.ndarray, scored: dict[int, np.ndarray]) -> list[RowOutcome]:
-    """drawn [rows_bucket, DRAWN_WIDTH] int32 and, for rows that asked, scored {row: [entries, SCORED_WIDTH]} -> outcomes."""
-    assert drawn.shape[1] == DRAWN_WIDTH
-    tokens = drawn[:, 0].tolist()
-    is_nan = drawn[:, 1].tolist()
-    outcomes = []
-    for i, row in enumerate(call.rows):
-        token_ids = (tokens[i],) if tokens[i] >= 0 else ()
-        logprobs = None
-        if row.logprobs is not None and token_ids:
-            logprobs = (_token_logprobs(tokens[i], drawn[i, 2:], row.logprobs),)
-        prompt_logprobs = _read_scored(row, scored[i]) if i in scored else None
-        outcomes.append(
-            RowOutcome(
-                token_ids=token_ids,
-                logprobs=logprobs,
-                prompt_logprobs=prompt_logprobs,
-                is_nan=bool(is_nan[i]) and bool(token_ids),
-            )
-        )
-    return outcomes
+    """drawn [rows_bucket, DRAWN_WIDTH] int32 of `sample` and, for rows that asked, scored {row: [entries, SCORED_WIDTH]}
+    -> outcomes."""
+    return _read_draws(call, drawn[:, None], [0] * len(call.rows), scored)
 
 
 def read_verified(call: Call, drawn: np.ndarray) -> list[RowOutcome]:
     """drawn [rows_bucket, 1 + (K+1) * DRAWN_WIDTH] int32 of `accept` -> outcomes."""
-    drafted = drawn[:, 0].tolist()
-    draws = drawn[:, 1:].reshape(drawn.shape[0], -1, DRAWN_WIDTH)
+    return _read_draws(call, drawn[:, 1:].reshape(drawn.shape[0], -1, DRAWN_WIDTH), drawn[:, 0].tolist(), {})
+
+
+def _read_draws(call: Call, draws: np.ndarray, drafted: list[int], scored: dict[int, np.ndarray]) -> list[RowOutcome]:
+    """draws [rows_bucket, 1 or K+1, DRAWN_WIDTH] int32, each row's taken ones first; drafted: drafts verified by row."""
+    assert draws.shape[2] == DRAWN_WIDTH
     tokens = draws[:, :, 0].tolist()
     is_nan = draws[:, :, 1].tolist()
     outcomes = []
     for i, row in enumerate(call.rows):
         token_ids = tuple([token for token in tokens[i] if token >= 0])
         logprobs = None
-        if row.logprobs is not None:
-            logprobs = tuple(
-                [_token_logprobs(token, draws[i, at, 2:], row.logprobs) for at, token in enumerate(token_ids)]
-            )
+        if row.logprobs is not None and token_ids:
+            entries = zip(token_ids, draws[i, :, 2:], strict=False)  # the draws behind the last taken one mean nothing
+            logprobs = tuple([_token_logprobs(token, words, row.logprobs) for token, words in entries])
         outcomes.append(
             RowOutcome(
                 token_ids=token_ids,
-                logprobs=logprobs or None,
+                logprobs=logprobs,
+                prompt_logprobs=_read_scored(row, scored[i]) if i in scored else None,
                 is_nan=any(is_nan[i][: len(token_ids)]),
                 drafted=drafted[i] if token_ids else 0,
             )

@@ -119,6 +119,8 @@ class Catalogue:
         weights = jax.tree.map(abstract, params)
         pool = _placed(self._make_pool().eval_shape(), NamedSharding(self.mesh, POOL))
         slots = _placed(self._make_slots().eval_shape(), replicated)
+        # Of the arrays themselves: how a draft's part of stacked weights lies in memory is known once it is cut.
+        draft_weights = jax.tree.map(abstract, self.draft.weights(params)) if self.draft else {}
         common = {"backend": self.backend, "mesh": self.mesh}
         device = self.mesh.devices.flat[0]
         options = COMPILER_OPTIONS.get(device.platform, {}) | COMPILER_OPTIONS.get(device.device_kind, {})
@@ -136,7 +138,7 @@ class Catalogue:
             proposed = _placed(jax.eval_shape(partial(Proposed.empty, rows, drafts)), replicated)
             step = partial(self.draft.propose, drafts=drafts, **common)
             step = jit(step, donate_argnums=1, out_shardings=forward_out)
-            wanted[f"propose {rows}"] = (step, (self.draft.weights(weights), pool, slots, packed))
+            wanted[f"propose {rows}"] = (step, (draft_weights, pool, slots, packed))
             step = jit(partial(speculate.verify, self.model, **common), donate_argnums=1, out_shardings=forward_out)
             wanted[f"verify {rows}"] = (step, (weights, pool, slots, packed, proposed))
             step = jit(speculate.accept, donate_argnums=0, out_shardings=replicated)

@@ -13,6 +13,7 @@ Accelerator = Literal["auto", "cpu", "gpu", "tpu"]
 DTypeName = Literal["auto", "float32", "bfloat16"]
 AttentionBackend = Literal["auto", "xla", "pallas_tpu", "pallas_triton", "pallas_mosaic_gpu", "reference"]
 
+SPECULATE_TOKENS = 4  # unless chosen
 MAX_DRAFTS = 15  # a verify row then has 16 queries, the most a decode kernel is made for
 DEFAULT_MODEL = "smollm2-135m-instruct"
 
@@ -52,7 +53,7 @@ class EngineConfig:
     )
 
     draft: str = option("none", "what proposes tokens ahead: none, ngram or self:layers=N", "speculation")
-    speculate_tokens: int = option(4, "draft tokens that a step verifies, with --draft", "speculation")
+    speculate_tokens: int = option(SPECULATE_TOKENS, "draft tokens that a step verifies, with --draft", "speculation")
 
     max_stop_ids: int = option(16, "stop ids (end-of-sequence ids included) a request may have", "limits")
     max_logit_bias: int = option(300, "logit_bias and banned_token_ids entries a request may have, together", "limits")
@@ -81,6 +82,8 @@ class EngineConfig:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
         if not 1 <= self.speculate_tokens <= MAX_DRAFTS:
             raise ValueError(f"speculate_tokens={self.speculate_tokens} must be between 1 and {MAX_DRAFTS}")
+        if self.draft == "none" and self.speculate_tokens != SPECULATE_TOKENS:
+            raise ValueError(f"speculate_tokens={self.speculate_tokens} needs a draft: draft='ngram', say")
         for name in ("prefill_chunk", "prefill_tokens"):
             if getattr(self, name) < 16:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 16")

@@ -32,12 +32,11 @@ class PrefillPlanner:
         self.config = config
         self.roster = roster
         seconds = config.prefill_seconds
-        # A call also holds up the decode call of its step, which reads the weights once, like the smallest prefill.
-        costs = [cost + min(seconds) for cost in seconds]
-        costs = costs or [rows * chunk + CALL_OVERHEAD for rows, chunk in config.prefill_buckets]
+        costs = seconds or [rows * chunk for rows, chunk in config.prefill_buckets]
         every = [Bucket(rows, chunk, cost) for (rows, chunk), cost in zip(config.prefill_buckets, costs, strict=True)]
-        wait = config.max_decode_wait + min(seconds, default=0)
-        quick = [bucket for bucket in every if not seconds or bucket.cost <= wait]
+        quick = [bucket for bucket in every if not seconds or bucket.cost <= config.max_decode_wait]
+        # A call also holds up the decode call of its step, which reads the weights once, like the smallest prefill.
+        self._overhead = min(seconds) if seconds else CALL_OVERHEAD
         self._every = every
         self._quick = quick or [min(every, key=lambda bucket: bucket.cost)]
         self._most_rows = max(bucket.rows for bucket in every)
@@ -115,7 +114,7 @@ class PrefillPlanner:
         if order[0][0] is first_long and len(order) > 1 and order[1][1] <= longest:
             buckets = [bucket for bucket in buckets if bucket.rows > 1] or buckets
         lengths = [left for _, left in order]
-        best = max(buckets, key=lambda b: (b.useful(lengths) / b.cost, b.useful(lengths), -b.rows))
+        best = max(buckets, key=lambda b: (b.useful(lengths) / (b.cost + self._overhead), b.useful(lengths), -b.rows))
         return best, [sequence for sequence, _ in order[: best.rows]]
 
     def _row(self, sequence: SequenceState, chunk: int) -> Row:

@@ -40,10 +40,7 @@ def run(device: jax.Device, quick: bool) -> Report:  # pyright: ignore[reportInv
         tiles = tiles_for(device.device_kind, "paged_attention", backend, "decode")
         for name in ("llama3-8b",) if quick else ("llama3-8b", "qwen3-0.6b", "gemma3"):
             for label, lengths in contexts(rows, quick):
-                pad_to = 128 if device.platform == "tpu" else 1
-                problem = Problem.random(
-                    MODELS[name], lengths, queries=1, page_size=PAGE_SIZE, dtype=dtype, pad_to=pad_to
-                )
+                problem = Problem.random(MODELS[name], lengths, queries=1, page_size=PAGE_SIZE, dtype=dtype)
                 try:
                     seconds = seconds_per_call(problem.function(backend, tiles), *problem.arrays)
                 except ValueError as refusal:

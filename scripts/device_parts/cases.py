@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from jaxserve.device.attention import pool_head_dim
+from jaxserve.device.sharding import make_mesh
 from pallas_kernels import paged_attention
 from pallas_kernels.tiles import Tiles
 
@@ -53,10 +55,9 @@ class Problem:
         queries: int,
         page_size: int,
         dtype: str,
-        pad_to: int = 1,
         seed: int = 0,
     ) -> Problem:
-        """lengths: kv_len of each row, 0 = idle.  pad_to: the pool's head dim is a multiple of it (128 on TPU)."""
+        """lengths: kv_len of each row, 0 = idle."""
         rng = np.random.default_rng(seed)
         columns = -(-max(lengths) // page_size)
         owned = [-(-length // page_size) for length in lengths]
@@ -65,7 +66,7 @@ class Problem:
         table = np.zeros((len(lengths), columns), np.int32)
         for row, count in enumerate(owned):
             table[row, :count] = [ids.pop() for _ in range(count)]
-        pool_dim = -(-model.head_dim // pad_to) * pad_to
+        pool_dim = pool_head_dim(model.head_dim, make_mesh(jax.devices(), 1))
         shape = (num_pages, 2, model.kv_heads, page_size, model.head_dim)
         data = jax.random.normal(jax.random.key(seed), shape, jnp.float32).astype(dtype)
         data = jnp.pad(data, [(0, 0)] * 4 + [(0, pool_dim - model.head_dim)])

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import math
 import time
 from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from jaxserve.catalogue import Catalogue
 from jaxserve.config import EngineConfig, SchedulerConfig
-from jaxserve.device.sharding import make_mesh, weight_sharding
+from jaxserve.device.sharding import make_mesh
 from jaxserve.device.steps import HEAD, Params
 from jaxserve.models.decoder import Decoder
-from jaxserve.models.tree import layout_for, make_model, to_tree
+from jaxserve.models.tree import abstract_params, layout_for, make_model
 from jaxserve.programs import Programs
 
 from . import PLATFORM_BACKENDS, Report
@@ -48,29 +48,23 @@ def run(device: jax.Device, quick: bool) -> Report:  # pyright: ignore[reportInv
     return report
 
 
-def random_params(model: Decoder, mesh: jax.sharding.Mesh) -> Params:
+def random_params(model: Decoder, mesh: Mesh) -> Params:
     """Small normal weights, made on the device one by one."""
-    layers, is_stacked = model.config.layers, layout_for(mesh) == "stacked"
-    leaves: dict[str, jax.Array | list[jax.Array]] = {}
-    for number, (path, weight) in enumerate(model.weights().items()):
-        copies = layers if path.startswith("blocks/") else 1
-        lead = (layers,) if copies > 1 and is_stacked else ()
-        axes = (*("layers",) * len(lead), *weight.axes)
-        shape = (*lead, *weight.shape)
-        spread = 1 / math.sqrt(weight.shape[0])
 
-        def draw(key, shape=shape, weight=weight, spread=spread):
-            return (jax.random.normal(key, shape, jnp.bfloat16) * jnp.bfloat16(spread)).astype(weight.dtype)
+    def draw(key, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        spread = jnp.bfloat16(model.config.width**-0.5)
+        make = jax.jit(
+            lambda key: (jax.random.normal(key, leaf.shape, jnp.bfloat16) * spread).astype(leaf.dtype),
+            out_shardings=leaf.sharding if leaf.format.layout is None else leaf.format,
+        )
+        return make(key)
 
-        make = jax.jit(draw, out_shardings=weight_sharding(mesh, shape, axes))
-        keys = jax.random.split(jax.random.key(number), copies)
-        arrays = [make(keys[0])] if lead or copies == 1 else [make(key) for key in keys]
-        leaves[path] = arrays if path.startswith("blocks/") and not is_stacked else arrays[0]
-    return to_tree(leaves, layers)
+    leaves, tree = jax.tree.flatten(abstract_params(model, mesh, layout_for(mesh)))
+    return tree.unflatten(map(draw, jax.random.split(jax.random.key(0), len(leaves)), leaves))
 
 
 def _decode_seconds(
-    model: Decoder, params: Params, mesh: jax.sharding.Mesh, *, backend: str, rows: int, context: int
+    model: Decoder, params: Params, mesh: Mesh, *, backend: str, rows: int, context: int
 ) -> tuple[float, int]:
     """-> (median seconds of a step, bytes of weights, keys and values it must read)."""
     columns = -(-(context + 64) // PAGE_SIZE)

@@ -46,10 +46,7 @@ def run(device: jax.Device, quick: bool) -> Report:  # pyright: ignore[reportInv
             continue
         for phase, candidates in CANDIDATES.get(backend, {}).items():
             queries, lengths = WORK[phase]
-            pad_to = 128 if device.platform == "tpu" else 1
-            problem = Problem.random(
-                MODELS["llama3-8b"], lengths, queries=queries, page_size=64, dtype="bfloat16", pad_to=pad_to
-            )
+            problem = Problem.random(MODELS["llama3-8b"], lengths, queries=queries, page_size=64, dtype="bfloat16")
             default = seconds_per_call(problem.function(backend), *problem.arrays, calls=5)
             best, tiles = default, None
             for choice in _combinations(candidates):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import pytest
 
 from jaxserve.chips import parse_topology
-from tests.compilers.harness import facts
+from tests.compilers.harness import run_worker
 
 DECODE, PREFILL, SAMPLE = "decode 32", "prefill 1x256", "sample 32"
 
@@ -28,7 +28,9 @@ class Case:
 
     def facts(self, *options: str, programs=(DECODE, PREFILL)) -> dict:
         layers = ("--layers", str(self.layers)) if self.layers else ()
-        return facts("step_worker", self.topology, self.model, *programs, *layers, *options, platform=self.platform)
+        worker = "tests.compilers.step_worker"
+        (found,) = run_worker(worker, self.topology, self.model, *programs, *layers, *options, platform=self.platform)
+        return found
 
     def __str__(self) -> str:
         return f"{f'{self.layers} layers of ' if self.layers else ''}{self.model} on {self.topology}"

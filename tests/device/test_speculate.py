@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from scipy.stats import chisquare
 
+from checkpoints.hub import resolve
+from jaxserve.catalogue import Catalogue
+from jaxserve.config import EngineConfig, SchedulerConfig
 from jaxserve.device.sampling import DRAWN_WIDTH
 from jaxserve.device.sharding import make_mesh
-from jaxserve.device.speculate import NGram, Proposed, accept
+from jaxserve.device.speculate import FirstLayers, NGram, Proposed, accept, verify
 from jaxserve.device.state import KVPool, RowFlag, SlotShape, SlotState
 from jaxserve.device.steps import HEAD
+from jaxserve.models.decoder import Layout
+from jaxserve.models.loading import load_params
+from jaxserve.request import SamplingParams
+from jaxserve.runner import Runner
+from jaxserve.sched.plan import Call, Plan, Row, SlotLoad
+from tests.tiny_model import write_tiny_model
 
 MAX_LEN = 64
 
@@ -103,3 +114,60 @@ def exact_probabilities(logits: np.ndarray, temperature: float, top_k: int, top_
     before = np.cumsum(weights[order]) - weights[order]
     weights[order[before >= top_p]] = 0
     return weights / weights.sum()
+
+
+@pytest.mark.parametrize("layout", ["list", "stacked"])
+def test_drafts_from_the_first_layers_change_no_token_in_either_layout(tmp_path: Path, layout: Layout) -> None:
+    """The scan over stacked weights is what a TPU runs."""
+    files, mesh = resolve(str(write_tiny_model(tmp_path / "tiny"))), make_mesh(jax.devices(), 1)
+    model, params = load_params(files, dtype="float32", mesh=mesh, layout=layout)
+    prompt, pages = tuple(np.random.default_rng(1).integers(3, 400, 20).tolist()), (1, 2, 3, 4)
+    texts = []
+    for draft, drafts in ((None, 0), (FirstLayers(model.first_layers(1)), 3)):
+        scheduler = SchedulerConfig(
+            slots=1, page_size=16, num_pages=5, max_len=64, queue_limit=1, decode_buckets=(1,),
+            prefill_buckets=((1, 32),), num_drafts=drafts,
+        )  # fmt: skip
+        config = EngineConfig(slots=1)
+        runner = Runner(params, Catalogue.of(model, scheduler, config, mesh=mesh, backend="xla", draft=draft))
+        runner.warm_up()
+        load = SlotLoad(0, prompt, len(prompt), 60, 0, (), 0, SamplingParams(temperature=0))
+        plan = Plan(0, (load,), Call((Row(0, 0, 0, 0, len(prompt), pages),), 1, 32))
+        text = list(runner.dispatch(plan).result().rows[0].token_ids)
+        plan = Plan(1, (), None, Call((Row(0, 0, 0, -1, 1 + drafts, pages),), 1, 1 + drafts))
+        while len(prompt) + len(text) < 60:
+            text += runner.dispatch(plan).result().rows[0].token_ids
+        texts.append(text)
+    assert texts[0] == texts[1] and len(texts[0]) == 40
+
+
+def test_the_device_stops_at_a_rows_limit_whatever_it_is_asked_for() -> None:
+    """The host may be a step behind: drafts past the limit would be written to pages that nobody reserved."""
+    slots = SlotState.empty(SlotShape(slots=3, max_len=MAX_LEN, vocab=64, stop_ids=1, biases=1, allowed_ids=1))
+    length, limit = jnp.array([10, 10, 10, 0], jnp.int32), jnp.array([12, 10, 40, 0], jnp.int32)
+    slots = slots.replace(tokens=jnp.full((4, MAX_LEN), 7, jnp.int32), length=length, kv_len=length - 1, limit=limit)
+    packed = np.zeros((3, HEAD + 1), np.int32)
+    packed[:, 0], packed[:, 1], packed[:, 3] = range(3), 4, RowFlag.TAKES_TOKEN
+    seen = []
+
+    class Target:
+        """Draws token 7 always, so that every draft is right."""
+
+        shape, dtype = None, "float32"
+
+        def forward(self, params, tokens, positions, pool, attend):
+            seen.append(positions)
+            return jnp.zeros((*tokens.shape, 1)), pool
+
+        def logits(self, params, hidden):
+            return jnp.zeros((*hidden.shape[:-1], 64)).at[..., 7].set(1.0)
+
+    proposed = Proposed(tokens=jnp.full((3, 3), 7, jnp.int32), count=jnp.full((3,), 3, jnp.int32))
+    pool, mesh = KVPool(data=jnp.zeros((1,))), make_mesh(jax.devices(), 1)
+    forwarded, _ = verify(Target(), {}, pool, slots, packed, proposed, backend="xla", mesh=mesh)
+    assert forwarded.kv_len.tolist() == [11, 0, 13]
+    assert int(seen[0].max(1)[0]) == 10, "a position past the limit"
+    drawn, slots = accept(slots, forwarded.logits, forwarded.kv_len, packed, np.zeros((3, 2), np.uint32), proposed)
+    assert slots.length.tolist()[:3] == [12, 10, 14]
+    assert slots.kv_len.tolist()[:3] == [11, 9, 13]
+    assert drawn[:, 0].tolist() == [1, 0, 3]

@@ -23,6 +23,7 @@ DRAFTS = {
 MORE_DRAFTS = {
     "ngram, K=1": {"draft": "ngram", "speculate_tokens": 1},
     "ngram, K=9": {"draft": "ngram", "speculate_tokens": 9},
+    "first layer, two devices": {"draft": "self:layers=1", "tensor_parallel": 2},
     "first layer, K=2, batch invariant": {"draft": "self:layers=1", "speculate_tokens": 2, "batch_invariant": True},
 }
 EVERY_DRAFT = [
@@ -135,6 +136,7 @@ def test_nothing_compiles_and_everything_ends_once_while_speculating(engines: En
         ({"draft": "ngram:3"}, "takes no detail"),
         ({"draft": "self:layers=9"}, "the model has 2 layers"),
         ({"draft": "ngram", "speculate_tokens": 0}, "between 1 and 15"),
+        ({"speculate_tokens": 9}, "needs a draft"),
     ],
 )
 def test_a_wrong_draft_is_refused_with_the_choices(engines: Engines, options: dict, words: str) -> None:

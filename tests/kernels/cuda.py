@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-import jax
-import pytest
+from tests.compilers.harness import run_worker
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +22,7 @@ class Kernel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
+    name: str
     argument_bytes: int
     temp_bytes: int
     hlo: str  # after all of XLA's passes
@@ -39,27 +33,14 @@ class Report:
         return found
 
 
-def _kernel(*, registers_asked: list[int], **facts) -> Kernel:
-    return Kernel(registers_asked=tuple(registers_asked), **facts)
-
-
 def compile_for_h200(module: str, names: Sequence[str]) -> dict[str, Report]:
     """Reports by name, of `module.program(name)`.  Skips the test where the compiler is absent."""
-    compilers = os.environ.get("JAXSERVE_COMPILERS")
-    folder = Path(compilers or ".") / f"cuda-{jax.__version__}"
-    if not compilers or not folder.is_dir():
-        pytest.skip(f"no CUDA compiler: JAXSERVE_COMPILERS must name the folder that holds cuda-{jax.__version__}")
-    if shutil.which("ptxas") is None:
-        pytest.skip("no ptxas on the PATH")
-    env = {
-        name: value for name, value in os.environ.items() if not name.startswith(("JAX_COMPILATION", "JAX_PERSISTENT"))
-    }
-    env |= {"PYTHONPATH": f"{folder}{os.pathsep}{Path(__file__).parents[2]}", "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-m", "tests.kernels.cuda_worker", module, *names]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stderr[-4000:]
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    return {
-        line.pop("name"): Report(**(line | {"kernels": tuple(_kernel(**kernel) for kernel in line["kernels"])}))
-        for line in lines
-    }
+    reports = [_report(line) for line in run_worker("tests.kernels.cuda_worker", module, *names, platform="cuda")]
+    return {report.name: report for report in reports}
+
+
+def _report(line: dict) -> Report:
+    kernels = tuple(
+        Kernel(**(kernel | {"registers_asked": tuple(kernel["registers_asked"])})) for kernel in line["kernels"]
+    )
+    return Report(**(line | {"kernels": kernels}))

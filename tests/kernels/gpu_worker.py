@@ -1,15 +1,13 @@
 """Compiles the Triton kernel with the real CUDA compiler for an H200, with no GPU: `python -m
 tests.kernels.gpu_worker NAME...` prints one line of JSON a shape.
 
-A process of its own, because the compiler is found by the environment before jax starts (`compiler_environment`)."""
+A process of its own, because the compiler is found by the environment before jax starts (`tests.compilers.harness`)."""
 
 from __future__ import annotations
 
 import io
 import json
-import os
 import re
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -21,16 +19,13 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental import pallas as pl
-from jax.experimental import topologies
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as Spec
 
 from pallas_kernels import paged_attention
+from tests.kernels import h200
 
-ROOT = Path(__file__).parents[2]
-H200 = ROOT / "tests" / "data" / "h200.txtpb"
 INT32 = jnp.dtype("int32")
 KERNEL = "paged_attention_triton"
 
@@ -107,6 +102,7 @@ class Facts:
     """What the compiler made of a shape's kernel."""
 
     name: str
+    entry: str
     registers: int  # a thread
     spilled_bytes: int
     shared_bytes: int  # memory of a program
@@ -121,18 +117,9 @@ class Facts:
     pool_bytes: int
 
 
-def compiler_environment(compilers: Path) -> dict[str, str]:
-    """For a worker that finds the CUDA compiler in `compilers`.  No cache: a cached program says nothing."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_COMPILATION", "XLA_"))}
-    return kept | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join((str(compilers), str(ROOT)))}
-
-
 def compile_shape(name: str, shape: Shape, dumps: Path) -> Facts:
     """dumps: the folder that XLA_FLAGS names."""
-    devices = topologies.get_topology_desc(
-        platform="cuda", target_config=H200.read_text(), topology="1x1x1"
-    ).devices  # fmt: skip
-    mesh = Mesh(np.array(devices), ("tp",))
+    mesh = h200.mesh()
     pool_dtype = jnp.dtype(shape.pool_dtype or shape.dtype)
 
     def array(*sizes: int, dtype: jnp.dtype = INT32) -> jax.ShapeDtypeStruct:
@@ -171,17 +158,10 @@ def compile_shape(name: str, shape: Shape, dumps: Path) -> Facts:
     )
 
 
-def _assembled(path: Path) -> dict[str, int]:
-    """What the assembler says of a kernel, and which instructions it holds."""
-    command = ["ptxas", "-v", "--gpu-name=sm_90a", str(path), "-o", os.devnull]
-    said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+def _assembled(path: Path) -> dict[str, str | int]:
     ptx = path.read_text()
     copies = [int(size, 16) for size in re.findall(r"cp\.async\.c[ag]\S* .*\], (0x[0-9a-f]+)", ptx)]
-    return {
-        "registers": int(re.findall(r"Used (\d+) registers", said)[0]),
-        "spilled_bytes": sum(map(int, re.findall(r"(\d+) bytes spill stores", said))),
-        "wgmma": ptx.count("wgmma.mma_async"),
-        "mma": ptx.count("mma.sync"),
+    return h200.assemble(path) | {
         "tf32": ptx.count("tf32"),
         "copies_of_16": copies.count(16),
         "copies_of_8": copies.count(8),
@@ -190,11 +170,8 @@ def _assembled(path: Path) -> dict[str, int]:
 
 
 def main(names: list[str]) -> None:
-    from jax.version import __version_info__
-
     with tempfile.TemporaryDirectory() as dumps:
-        newer = " --xla_dump_emitter_re=ptx" if __version_info__ >= (0, 11) else ""
-        os.environ["XLA_FLAGS"] = f"--xla_dump_to={dumps}{newer}"
+        h200.dump_into(dumps)
         for name in names:
             print(json.dumps(asdict(compile_shape(name, SHAPES[name], Path(dumps)))), flush=True)
 

@@ -1,18 +1,16 @@
 """Compiles the TPU kernel with the real TPU compiler, with no TPU: `python -m tests.kernels.tpu_worker v6e NAME...`
 prints one line of JSON a shape.
 
-A process of its own, because libtpu is found by the environment before jax starts (`compiler_environment`)."""
+A process of its own, because libtpu is found by the environment before jax starts (`tests.compilers.harness`)."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -76,22 +74,6 @@ SHAPES: Mapping[str, Shape] = {
     "smollm2_float32": Shape(heads=9, kv_heads=3, head_dim=64, dtype="float32"),
     "smollm2_float32_prefill": Shape(heads=9, kv_heads=3, head_dim=64, dtype="float32", rows=4, queries=256),
 }
-
-
-def compiler_environment(folder: Path | None) -> dict[str, str]:
-    """What a process needs to load libtpu where there is no TPU.  folder: holds libtpu; None = it is installed."""
-    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "XLA_FLAGS")}
-    if folder:
-        environment["PYTHONPATH"] = str(folder)
-    return environment | {
-        "JAX_PLATFORMS": "cpu",
-        "JAX_ENABLE_COMPILATION_CACHE": "false",
-        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-        "TPU_SKIP_MDS_QUERY": "1",
-        "TPU_ACCELERATOR_TYPE": "v5litepod-4",
-        "TPU_WORKER_HOSTNAMES": "localhost",
-        "TPU_WORKER_ID": "0",
-    }
 
 
 def compile_shape(device: str, shape: Shape) -> dict[str, int | float]:

@@ -54,6 +54,10 @@ def test_a_model_that_fits_and_one_that_does_not(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     found = json.loads(fits.read_text())
     assert found["fits"] and found["topology"] == "v6e:1"
-    done = plan("--model", str(CONFIGS / "llama3-8b.json"), "--topology", "v5e:1", "--dtype", "float32", *few)
+    large = tmp_path / "large.json"
+    model = ("--model", str(CONFIGS / "llama3-8b.json"), "--dtype", "float32")
+    done = plan(*model, "--topology", "v5e:1", *few, "--json", str(large))
     assert done.returncode == 1, done.stderr
-    assert "does not fit" in done.stdout and "GiB" in done.stdout
+    assert "does not fit" in done.stdout and "Traceback" not in done.stderr
+    found = json.loads(large.read_text())
+    assert not found["fits"] and "15.75G" in found["reason"], "the compiler's own number of what the chip has"
