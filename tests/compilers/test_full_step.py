@@ -13,7 +13,7 @@ import pytest
 from jaxserve.chips import parse_topology
 from tests.compilers.harness import run_worker
 
-DECODE, PREFILL, SAMPLE = "decode 32", "prefill 1x256", "sample 32"
+DECODE, SAMPLE = "decode 32", "sample 32"
 
 
 @dataclass(frozen=True)
@@ -23,10 +23,22 @@ class Case:
     layers: int = 0  # 0 = all
 
     @property
+    def prefill(self) -> str:
+        """Over eight devices the hidden states of 256 tokens of Qwen3-0.6B have the very shape of its output weight's part
+        on one of them, and nobody could tell a copy of the one from a sum of the other."""
+        is_ambiguous = self.model == "qwen3-0.6b" and parse_topology(self.topology).num_devices == 8
+        return "prefill 1x128" if is_ambiguous else "prefill 1x256"
+
+    @property
     def platform(self) -> str:
         return parse_topology(self.topology).chip.platform
 
-    def facts(self, *options: str, programs=(DECODE, PREFILL)) -> dict:
+    def report(self, kind: str) -> tuple[dict, dict]:
+        """-> facts of the whole, and of its decode or prefill program."""
+        found = self.facts(programs=(DECODE, self.prefill))
+        return found, found["programs"][{"decode": DECODE, "prefill": self.prefill}[kind]]
+
+    def facts(self, *options: str, programs: tuple[str, ...]) -> dict:
         layers = ("--layers", str(self.layers)) if self.layers else ()
         worker = "tests.compilers.step_worker"
         (found,) = run_worker(worker, self.topology, self.model, *programs, *layers, *options, platform=self.platform)
@@ -44,14 +56,13 @@ WHOLE = [
 ]
 CASES = [*DEFAULT, *(pytest.param(case, marks=pytest.mark.full) for case in WHOLE if case not in DEFAULT)]
 every_case = pytest.mark.parametrize("case", CASES, ids=str)
-every_program = pytest.mark.parametrize("program", [DECODE, PREFILL])
+every_program = pytest.mark.parametrize("kind", ["decode", "prefill"])
 
 
 @every_case
 @every_program
-def test_the_pool_is_written_in_place(case: Case, program: str) -> None:
-    found = case.facts()
-    report = found["programs"][program]
+def test_the_pool_is_written_in_place(case: Case, kind: str) -> None:
+    found, report = case.report(kind)
     assert report["alias_bytes"] >= found["pool_bytes"], "the donated pool is not the program's output"
     assert not report["pool_copies"], report["pool_copies"]
     assert report["temp_bytes"] < 0.05 * found["pool_bytes"]
@@ -59,30 +70,29 @@ def test_the_pool_is_written_in_place(case: Case, program: str) -> None:
 
 @every_case
 @every_program
-def test_no_weight_is_copied(case: Case, program: str) -> None:
-    found = case.facts()
-    report = found["programs"][program]
+def test_no_weight_is_copied(case: Case, kind: str) -> None:
+    found, report = case.report(kind)
     assert not report["weight_copies"], report["weight_copies"]
     assert report["temp_bytes"] < found["largest_weight_bytes"]
 
 
 @every_case
 @every_program
-def test_weights_are_loaded_in_whole_tiles(case: Case, program: str) -> None:
+def test_weights_are_loaded_in_whole_tiles(case: Case, kind: str) -> None:
     """Gate and up as [D, 2, F] fill a quarter of each TPU tile: that one load then takes most of the step."""
-    narrow = case.facts()["programs"][program]["narrow_weights"]
+    narrow = case.report(kind)[1]["narrow_weights"]
     assert not narrow, narrow
 
 
 @every_case
 @every_program
-def test_devices_talk_once_for_attention_once_for_the_mlp_and_for_the_vocabulary(case: Case, program: str) -> None:
+def test_devices_talk_once_for_attention_once_for_the_mlp_and_for_the_vocabulary(case: Case, kind: str) -> None:
     """A sum over devices after each row-split matrix; one for the embedding, whose rows are split; one gather of the head's
     logits (of a single row, XLA may spell it as a sum)."""
-    found = case.facts()
+    found, report = case.report(kind)
     devices, layers = found["devices"], found["layers"]
     counts = Counter[str]()
-    for collective in found["programs"][program]["collectives"]:
+    for collective in report["collectives"]:
         counts[collective["kind"]] += layers if collective["is_in_loop"] else 1
     if devices == 1:
         assert not counts
