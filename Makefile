@@ -30,7 +30,7 @@ test: setup
 	$(BIN)/python -m pytest -m 'not full' tests/kernels
 
 # The kernels and the device half alone: run once more on a newer jax with
-#   make test-device VENV=.venv-next PYTHON=python3.12 CONSTRAINTS=constraints-next.txt EXTRA=test
+#   make test-device VENV=.venv-next PYTHON=python3.12 CONSTRAINTS=constraints-next.txt EXTRA=device-test
 test-device: setup
 	$(BIN)/python -m pytest -m 'not full' tests/kernels tests/device
 
