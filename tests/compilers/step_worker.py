@@ -7,13 +7,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
 import tempfile
 from pathlib import Path
 
 from jaxserve.chips import parse_topology
 from jaxserve.chips.compilers import use_compiler
 from jaxserve.config import EngineConfig
+from tests.compilers.dumps import dump_into
 
 CONFIGS = Path(__file__).parents[1] / "data" / "models" / "configs"
 PAGES = 1024  # of 64 tokens: 16 sequences of 4,096
@@ -26,12 +26,14 @@ def main() -> None:
     parser.add_argument("programs", nargs="+")
     parser.add_argument("--layers", type=int)
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--kv-dtype", default="auto")
+    parser.add_argument("--page-size", type=int, default=64)
     parser.add_argument("--attention", default="auto")
     flags = parser.parse_args()
     topology = parse_topology(flags.topology)
     use_compiler(topology.chip.platform)
     with tempfile.TemporaryDirectory() as folder:
-        os.environ["XLA_FLAGS"] = f"--xla_dump_to={folder}"
+        dump_into(folder)
         print(json.dumps(compile_all(flags, Path(folder))))
 
 
@@ -45,8 +47,9 @@ def compile_all(flags: argparse.Namespace, dump: Path) -> dict:
     if flags.layers:
         hf = {**hf, "num_hidden_layers": flags.layers}
     config = EngineConfig(
-        tensor_parallel=topology.num_devices, dtype=flags.dtype, max_len=4096, attention_backend=flags.attention
-    )
+        tensor_parallel=topology.num_devices, dtype=flags.dtype, max_len=4096, attention_backend=flags.attention,
+        kv_dtype=flags.kv_dtype, page_size=flags.page_size,
+    )  # fmt: skip
     described = describe(hf, topology, config)
     catalogue = described.catalogue(config, PAGES)
     reports = compile_ahead(described, catalogue, flags.programs)
