@@ -132,6 +132,8 @@ class StubEngine:
         self._thread.start()
 
     def submit(self, request: Request) -> RequestHandle:
+        if self._failure is not None:
+            raise RequestError(f"the engine has stopped: {self._failure}", code=ErrorCode.INTERNAL)
         if self._draining:
             raise RequestError("the server is shutting down", code=ErrorCode.UNAVAILABLE)
         self.check(request)
