@@ -17,14 +17,13 @@ INTEGER = {"type": "integer"}
 ERRORS = {
     400: "A field or a combination of fields that this server cannot honour; error.param names it",
     404: "No such model",
-    408: "The body did not come in time",
+    408: "The body did not come in time, or the call's own timeout passed before it ended",
     413: "The body is over the limit",
     415: "The body is not said to be JSON",
     429: "The queue is full: try again after retry-after seconds",
     499: "The request was aborted",
     500: "The server's own fault",
     503: "The model is loading, or the server is shutting down",
-    504: "The call's timeout passed before the request ended",
 }
 TEXT_ERRORS = (400, 404, 408, 413, 415, 500, 503)
 
@@ -163,6 +162,10 @@ TOKENIZER = _object(
 )
 
 
+# One event of a stream: data is the JSON of a chunk or of an error, or the word [DONE].
+EVENT = {"type": "object", "required": ["data"], "properties": {"data": STRING}}
+
+
 def _operation(
     summary: str, answer: Schema, *, errors: Sequence[int], more: Mapping[str, Schema] | None = None
 ) -> dict[str, Json]:
@@ -187,7 +190,7 @@ def _post(fields: Mapping[str, Field], required: Sequence[str], summary: str, an
 
 def _generate(kind: Kind, summary: str, answer: Schema) -> dict[str, Json]:
     """With stream: true the answer is a text of server-sent events."""
-    operation = _operation(summary, answer, errors=tuple(ERRORS), more={"text/event-stream": STRING})
+    operation = _operation(summary, answer, errors=tuple(ERRORS), more={"text/event-stream": EVENT})
     return {"post": {"requestBody": _body(FIELDS[kind], (REQUIRED[kind],)), **operation}}
 
 

@@ -193,9 +193,9 @@ def test_a_bad_prompt_among_many_refuses_the_call_before_anything_runs(served: S
     assert len(engine.requests) == before
 
 
-def test_a_timeout_ends_the_call_with_504_that_clients_do_not_repeat(served: Served, engine: StubEngine) -> None:
+def test_a_timeout_ends_the_call_with_408_that_clients_do_not_repeat(served: Served, engine: StubEngine) -> None:
     reply = post(served.http, "/v1/completions", **ENDLESS, timeout=0.2)
-    check(reply, 504, "server_error", "deadline_exceeded")
+    check(reply, 408, "timeout_error", "deadline_exceeded")
     assert reply.headers["x-should-retry"] == "false"
     until(lambda: engine.running == 0)
 
