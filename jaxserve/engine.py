@@ -56,8 +56,12 @@ class Load:
     prefix_hit_tokens: int
     preemptions: int
     recomputed_tokens: int
+    decode_calls: int
+    verify_calls: int  # decode calls that verified drafts
+    drafts: int  # proposals, one a row and verify call
     draft_tokens: int
     accepted_tokens: int
+    accepted_per_position: tuple[int, ...]  # entry i: how often a proposal's token i was accepted
     nan_rows: int
     steps: int
     compiles: int  # since the start; anything but 0 is a bug
@@ -196,8 +200,12 @@ class Engine:
             prefix_hit_tokens=totals.prefix_hit_tokens,
             preemptions=totals.preemptions,
             recomputed_tokens=totals.recomputed_tokens,
+            decode_calls=totals.decode_calls,
+            verify_calls=totals.verify_calls,
+            drafts=totals.drafts,
             draft_tokens=totals.drafted_tokens,
             accepted_tokens=totals.accepted_tokens,
+            accepted_per_position=totals.accepted_per_position,
             nan_rows=totals.nan_rows,
             steps=totals.steps,
             compiles=compile_counter().compiles - self._compiles_at_start,
