@@ -13,7 +13,7 @@ from jaxserve.config import SchedulerConfig, StepTime
 from jaxserve.sched.plan import Rung
 from jaxserve.sched.sequence import Acceptance, SequenceState
 
-FIRST_PROBE, LAST_PROBE = 16, 256  # plain calls between two probes: doubled after each that changed nothing
+FIRST_PROBE, LAST_PROBE = 16, 128  # plain calls between two probes: doubled after each that changed nothing
 OWN_WEIGHT = 4.0  # tries of its own after which a row's estimate weighs as much as the mean of all
 
 
@@ -113,4 +113,4 @@ class Speculation:
 
     def observe_draft(self, sequence: SequenceState, drafted: int, accepted: int) -> None:
         sequence.acceptance.update(drafted, accepted, keep=0.9)
-        self.acceptance.update(drafted, accepted, keep=0.98)
+        self.acceptance.update(drafted, accepted, keep=0.95)
