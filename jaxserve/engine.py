@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from jaxserve.config import EngineConfig, SchedulerConfig
+from jaxserve.config import EngineConfig, SchedulerConfig, StepTime
 from jaxserve.limits import check_request
 from jaxserve.loop import HEARTBEAT_SECONDS, Abort, Add, End, Loop
 from jaxserve.programs import compile_counter
@@ -166,6 +166,11 @@ class Engine:
             return False
         self._loop.inbox.put(Abort(request_id))
         return True
+
+    @property
+    def step_times(self) -> tuple[StepTime, ...]:
+        """Of the decode and verify programs, as measured at the start; empty without adaptive speculation."""
+        return self._scheduler_config.step_times
 
     @property
     def is_draining(self) -> bool:
