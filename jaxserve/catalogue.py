@@ -150,8 +150,9 @@ class Catalogue:
             step = jit(step, donate_argnums=1, out_shardings=forward_out)
             wanted[f"verify {rows}x{1 + drafts}"] = (step, (weights, pool, slots, packed, proposed))
             step = jit(speculate.accept, donate_argnums=0, out_shardings=replicated)
-            logits, mask = array(rows, 1 + drafts, shape.vocab, dtype="float32"), self._mask(rows)
-            wanted[f"accept {rows}x{1 + drafts}"] = (step, (slots, logits, array(rows), packed, mask, proposed))
+            logits = array(rows, 1 + drafts, shape.vocab, dtype="float32")
+            arguments = (slots, logits, array(rows), packed, self._mask(rows, 1 + drafts), proposed)
+            wanted[f"accept {rows}x{1 + drafts}"] = (step, arguments)
         for rows, chunk in self.scheduler.prefill_buckets:
             packed = array(rows, self.packed_columns)
             step = partial(steps.prefill, self.model, queries=chunk, **common)
@@ -184,8 +185,8 @@ class Catalogue:
             names += [f"propose {self.scheduler.verify_calls[-1][0]}", f"verify {shape}", f"accept {shape}"]
         return tuple(names)
 
-    def _mask(self, rows: int) -> jax.ShapeDtypeStruct:
-        return self._array(rows, self.mask_words, dtype="uint32")
+    def _mask(self, *rows: int) -> jax.ShapeDtypeStruct:
+        return self._array(*rows, self.mask_words, dtype="uint32")
 
     def _array(self, *shape: int, dtype: str = "int32") -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=self.replicated)

@@ -11,6 +11,7 @@ import logging
 import secrets
 import time
 from collections.abc import Coroutine
+from dataclasses import replace
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -94,7 +95,7 @@ class GenerateResponse(Response):
 
 
 def _translate(raw: bytes, kind: Kind, call_id: str, backend: Backend, limits: Limits, now: float) -> Asked:
-    return asked_of(
+    asked = asked_of(
         load_json(raw, "the body"),
         kind,
         request_id=call_id,
@@ -103,6 +104,7 @@ def _translate(raw: bytes, kind: Kind, call_id: str, backend: Backend, limits: L
         limits=limits,
         now=now,
     )
+    return replace(asked, requests=tuple(backend.prepare(request) for request in asked.requests))
 
 
 def model_names(backend: Backend) -> list[str]:

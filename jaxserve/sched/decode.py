@@ -42,7 +42,9 @@ class DecodePlanner:
                 continue
             room = sequence.limit - sequence.shortest
             if room > 0:
-                found.append((sequence, min(self.config.num_drafts, room - 1) if sequence.speculates else 0))
+                found.append(
+                    (sequence, min(self.config.num_drafts, room - 1) if sequence.request.params.speculate else 0)
+                )
         return found
 
     def _call(self, ready: Ready, wish: Wish) -> Call:
