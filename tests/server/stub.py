@@ -32,6 +32,7 @@ class StubTokenizer:
     special_tokens: Mapping[str, int] = {"<|im_start|>": IM_START, "<|im_end|>": IM_END, "<s>": BOS}
     adds_bos = False
     strips_leading_space = False
+    tool_template: str | None = None
     chat_template: str | None = (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
