@@ -5,12 +5,11 @@ by name; so is a value here that asks for what this server does not do."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Literal
 
 from jaxserve.request import INT32_MAX, MAX_LOGPROBS, MAX_SAMPLES, RequestError
 from server.json_types import (
-    Check,
     Field,
     Json,
     biases,
@@ -95,9 +94,16 @@ def only(*allowed: Json, why: str) -> Field:
     return Field(check, {"enum": list(allowed)})
 
 
-def ranged(check: Check, kind: str, low: float, high: float) -> Field:
-    """The bounds are SamplingParams' own, told here to the schema's readers."""
-    return Field(check, {"type": kind, "minimum": low, "maximum": high})
+def ranged(check: Callable[[str, Json], float], kind: str, low: float, high: float) -> Field:
+    """A number between two others, which SamplingParams knows as well; here it is told under the body's own name."""
+
+    def within(name: str, value: Json) -> float:
+        given = check(name, value)
+        if not low <= given <= high:
+            raise RequestError(f"{name} must be between {low} and {high}, got {quote(value)}", field=name)
+        return given
+
+    return Field(within, {"type": kind, "minimum": low, "maximum": high})
 
 
 BOOLEAN = Field(boolean, {"type": "boolean"})

@@ -64,8 +64,9 @@ def asked_of(
     if "stream_options" in values and not values.get("stream"):
         raise RequestError("stream_options needs stream: true", field="stream_options")
     params = _params(values, kind, limits)  # before the prompts: a wrong number should cost no tokenising
+    _check_count(len(values.get("prompt", [""])), params.n, limits)
     if kind == "completion":
-        prompts, texts = _completion_prompts(values, params.n, tokenizer, limits)
+        prompts, texts = _completion_prompts(values, tokenizer, limits)
     else:
         prompts, texts = [_chat_prompt(values, tokenizer, limits)], [""]
     ids = [request_id] if len(prompts) == 1 else [f"{request_id}-{position}" for position in range(len(prompts))]
@@ -97,6 +98,16 @@ def check_model(values: Mapping[str, Any], models: Sequence[str]) -> None:
     if values.get("model", models[0]) not in models:
         sentence = f"model {quote(values['model'])} is not served here; this is {' or '.join(models)}"
         raise RequestError(sentence, code=ErrorCode.NOT_FOUND, field="model")
+
+
+def _check_count(prompts: int, n: int, limits: Limits) -> None:
+    """What would never find room is not told to try again later."""
+    if prompts > MAX_PROMPTS:
+        raise RequestError(f"prompt holds {prompts} prompts, this server takes {MAX_PROMPTS}", field="prompt")
+    if prompts * n > limits.max_open_calls:
+        room = f"the slots and the queue hold {limits.max_open_calls}"
+        field = "n" if prompts == 1 else "prompt"
+        raise RequestError(f"{prompts} x {n} (prompts x n) sequences: {room}", field=field)
 
 
 def _params(values: Mapping[str, Any], kind: Kind, limits: Limits) -> SamplingParams:
@@ -131,17 +142,12 @@ def _chat_logprobs(values: Mapping[str, Any]) -> int | None:
 
 
 def _completion_prompts(
-    values: Mapping[str, Any], n: int, tokenizer: Tokenizer, limits: Limits
+    values: Mapping[str, Any], tokenizer: Tokenizer, limits: Limits
 ) -> tuple[list[tuple[int, ...]], list[str]]:
     """Ids of each prompt, and the texts they stand for."""
     if "prompt" not in values:
         raise RequestError("prompt is missing: give a text or a list of token ids", field="prompt")
     prompts: list[Prompt] = values["prompt"]
-    if len(prompts) > MAX_PROMPTS or len(prompts) * n > limits.max_open_calls:
-        sentence = (
-            f"prompt holds {len(prompts)} prompts for n={n} samples each: this server takes {MAX_PROMPTS} prompts"
-        )
-        raise RequestError(f"{sentence} and {limits.max_open_calls} samples in one call", field="prompt")
     add_bos = None if values.get("add_special_tokens", True) else False
     check_bytes("prompt", "".join(each for each in prompts if isinstance(each, str)), limits.max_prompt_bytes)
     names = ["prompt"] if len(prompts) == 1 else [f"prompt[{position}]" for position in range(len(prompts))]

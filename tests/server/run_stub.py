@@ -21,6 +21,7 @@ def main() -> int:
     parser.add_argument("--step-seconds", type=float, default=0.0)
     parser.add_argument("--per-step", type=int, default=1)
     parser.add_argument("--die-after", type=float, default=0.0)
+    parser.add_argument("--stamped", action="store_true")
     parser.add_argument("--answer", default=ANSWER)
     split = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     flags = parser.parse_args(sys.argv[1:split])
@@ -33,7 +34,11 @@ def main() -> int:
         if flags.load_error:
             raise ValueError(flags.load_error)
         engine = StubEngine(
-            answer=flags.answer, step_seconds=flags.step_seconds, per_step=flags.per_step, max_len=1_000_000
+            answer=flags.answer,
+            step_seconds=flags.step_seconds,
+            per_step=flags.per_step,
+            max_len=1_000_000,
+            is_stamped=flags.stamped,
         )
         engine.start()
         if flags.die_after:

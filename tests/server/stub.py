@@ -106,6 +106,7 @@ class StubEngine:
         tokenizer: StubTokenizer | None = None,
         per_step: int = 1,
         is_paced: bool = False,
+        is_stamped: bool = False,
     ):
         self.config = EngineConfig(queue_limit=queue_limit, slots=slots)
         self.tokenizer = tokenizer or StubTokenizer()
@@ -115,6 +116,7 @@ class StubEngine:
         self._answer = [*answer.encode(), IM_END]
         self._step_seconds = step_seconds
         self._per_step = per_step
+        self._is_stamped = is_stamped  # every chunk's text is its time.monotonic_ns()
         self._is_paced = is_paced  # a step waits until every chunk of the one before has been taken: none are merged
         self._changed = threading.Condition()
         self._handles: dict[str, RequestHandle] = {}
@@ -295,6 +297,8 @@ class StubEngine:
                 reason, stop_reason = FinishReason.STOP, piece.cut.stop
             elif reason is not None:
                 text += sequence.decoder.flush()
+        if self._is_stamped:
+            text = f"{time.monotonic_ns()} "
         logprobs = None
         if params.logprobs is not None:
             logprobs = tuple(_entry(token, params.logprobs) for token in new)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import signal
+import socket
 import time
 from collections.abc import Iterator
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -61,14 +63,20 @@ def test_a_client_that_goes_away_aborts_all_of_its_requests(
     until(lambda: engine.running == 0, seconds=1)
 
 
-def test_a_client_that_stops_reading_has_its_chunks_merged_and_is_aborted_when_it_goes(
-    served: Served, engine: StubEngine
-) -> None:
-    with opened(served.http, "/v1/completions", {**ENDLESS, "stream": True}) as connection:
-        assert connection.recv(1000)
-        time.sleep(0.3)
-        assert engine.running == 1
-    until(lambda: engine.running == 0, seconds=1)
+def test_a_slow_reader_gets_merged_chunks_and_is_aborted_when_it_goes() -> None:
+    engine = StubEngine(per_step=50, step_seconds=0.002, max_len=10**9)
+    with serving(engine, CONFIG) as served:
+        with opened(
+            served.http, "/v1/completions", {**ENDLESS, "n": 32, "stream": True, "max_tokens": 10**9}
+        ) as connection:
+            time.sleep(1.0)  # more than the socket's buffers hold
+            assert engine.running == 32
+            longest, received = 0, b""
+            while longest < 5 * 50 and len(received) < 50_000_000:
+                received = connection.recv(2**20)
+                longest = max(longest, *map(len, received.split(b'"text":"')))
+        assert longest >= 5 * 50
+        until(lambda: engine.running == 0, seconds=2)
 
 
 def test_a_client_that_goes_while_its_prompt_is_encoded_is_never_submitted() -> None:
@@ -163,6 +171,17 @@ def test_an_idle_connection_does_not_hold_up_the_drain(served: Served) -> None:
         began = time.monotonic()
         served.drain(10).result(10)
         assert time.monotonic() - began < 2
+
+
+def test_half_a_body_does_not_hold_up_the_drain(served: Served) -> None:
+    address = urlsplit(served.http)
+    with socket.create_connection((address.hostname, address.port), timeout=10) as connection:
+        head = b"POST /tokenize HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 9\r\n\r\n{"
+        connection.sendall(head)
+        time.sleep(0.1)
+        began = time.monotonic()
+        served.drain(10).result(10)
+        assert time.monotonic() - began < 3
 
 
 def test_a_port_in_use_is_one_clear_sentence(served: Served) -> None:

@@ -20,7 +20,7 @@ from tests.server.stub import StubEngine, StubTokenizer
 from tests.server.test_translate import CHANGED
 
 TOKENIZER = StubTokenizer()
-LIMITS = Limits.of(ServerConfig(), StubEngine())
+LIMITS = Limits.of(ServerConfig(), StubEngine(queue_limit=1024))
 CHAT = [{"role": "user", "content": "hi"}]
 
 
@@ -52,6 +52,31 @@ def test_every_sampling_field_has_its_effect(kind, name: str) -> None:
 def test_every_field_of_sampling_params_can_be_said_in_a_body() -> None:
     said = {*SAMPLING, "max_tokens", "logprobs", "prompt_logprobs"}
     assert {field.name for field in dataclasses.fields(SamplingParams)} - said == {"detokenize"}  # a body wants text
+
+
+BOUNDED = [
+    (kind, name)
+    for kind, fields in FIELDS.items()
+    for name, field in fields.items()
+    if {"minimum", "maximum", "exclusiveMinimum"} & set(field.schema)
+]
+
+
+@pytest.mark.parametrize(("kind", "name"), BOUNDED)
+def test_the_bounds_that_the_schema_tells_are_those_that_are_checked(kind, name: str) -> None:
+    schema = FIELDS[kind][name].schema
+    step = 1 if schema["type"] == "integer" else 1e-6
+    mates = {
+        "top_logprobs": {"logprobs": True},
+        "min_tokens": {"max_tokens": 2**31 - 1},
+        "max_tokens": {"min_tokens": 0},
+    }
+    for bound, sign in (("minimum", -1), ("maximum", 1)):
+        if bound in schema:
+            ask(kind, **mates.get(name, {}), **{name: schema[bound]})
+            assert refusal(kind, **mates.get(name, {}), **{name: schema[bound] + sign * step}).field == name
+    if "exclusiveMinimum" in schema:
+        assert refusal(kind, **{name: schema["exclusiveMinimum"]}).field == name
 
 
 def test_defaults_are_openais() -> None:
@@ -115,7 +140,7 @@ def test_priority_salt_and_model_reach_the_request() -> None:
         ("completion", {"prompt": [1, "a"]}, "prompt"),
         ("completion", {"prompt": ["a", "b" * 600]}, "prompt[1]"),
         ("completion", {"prompt": ["a"] * 2000}, "prompt"),
-        ("completion", {"prompt": ["a"] * 20, "n": 20}, "prompt"),
+        ("completion", {"prompt": ["a"] * 20, "n": 100}, "prompt"),
         ("completion", {"prompt": [1, 300]}, "prompt"),
         ("completion", {"prompt": [2_000_000_000]}, "prompt"),
         ("completion", {"prompt": [1.5]}, "prompt"),
