@@ -22,6 +22,7 @@ from server.http_text import detokenized, tokenized, tokenizer_info
 from server.json_types import quote
 from server.limits import MAX_ID_BYTES, HttpLimits
 from server.openapi import document
+from server.page import add_page
 
 REQUEST_ID = b"x-request-id"
 
@@ -40,7 +41,8 @@ def http_app(calls: Calls) -> ASGIApp:
     app.add_api_route("/health", routes.health, methods=["GET"])
     app.add_api_route("/ready", routes.ready, methods=["GET"])
     app.add_api_route("/openapi.json", routes.openapi, methods=["GET"])
-    # The page at / and /metrics are mounted here, after the API's own paths.
+    add_page(app)
+    # /metrics is mounted here, after the API's own paths.
     for kind in (RequestError, HttpError, HTTPException, Exception):
         app.add_exception_handler(kind, _failed)
     return RequestIds(app)

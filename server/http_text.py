@@ -26,7 +26,8 @@ DETOKENIZE: Mapping[str, Field] = {"model": TEXT, "tokens": IDS, "skip_special_t
 
 
 def tokenized(raw: bytes, backend: Backend, limits: Limits) -> dict[str, Json]:
-    """A prompt's ids as a completion would have them, or a chat's.  Runs in a worker thread."""
+    """A prompt's ids as a completion would have them, or a chat's.  A prompt that is nothing but a control token's text,
+    without special tokens added, is that token.  Runs in a worker thread."""
     values = _values(raw, TOKENIZE, backend)
     if ("prompt" in values) == ("messages" in values):
         raise RequestError("give a prompt or messages, one of the two", field="prompt")
@@ -34,7 +35,11 @@ def tokenized(raw: bytes, backend: Backend, limits: Limits) -> dict[str, Json]:
         _refuse(values, "add_generation_prompt", "messages")
         add_bos = None if values.get("add_special_tokens", True) else False
         text = values["prompt"]
-        ids = text_ids(backend.tokenizer, text, limits=limits, field="prompt", add_bos=add_bos)
+        if add_bos is False and text in backend.tokenizer.special_tokens:
+            # A control token's own text, as /tokenizer_info tells it: so lm-evaluation-harness asks for its id.
+            ids = (backend.tokenizer.special_tokens[text],)
+        else:
+            ids = text_ids(backend.tokenizer, text, limits=limits, field="prompt", add_bos=add_bos)
     else:
         _refuse(values, "add_special_tokens", "a prompt; a chat's template decides")
         generation = values.get("add_generation_prompt", True)
