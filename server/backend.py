@@ -9,6 +9,7 @@ from dataclasses import Field
 from typing import ClassVar, Protocol
 
 from jaxserve.config import EngineConfig
+from jaxserve.metrics import Snapshot
 from jaxserve.request import Chunk, Request
 from jaxserve.text import Tokenizer
 
@@ -38,6 +39,15 @@ class Info(Numbers, Protocol):
 
     @property
     def max_len(self) -> int: ...
+
+    @property
+    def dtype(self) -> str: ...
+
+    @property
+    def device(self) -> str: ...
+
+    @property
+    def attention_backend(self) -> str: ...
 
 
 class Backend(Protocol):
@@ -70,5 +80,7 @@ class Backend(Protocol):
     def abort(self, request_id: str) -> bool: ...
 
     def load(self) -> Numbers: ...
+
+    def metrics(self) -> Snapshot: ...
 
     def stop(self, drain_timeout: float = 0.0) -> None: ...

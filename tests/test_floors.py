@@ -32,6 +32,7 @@ FLOORS = {
     "jaxserve.drafts": 4,
     "jaxserve.programs": 5,
     "jaxserve.batch": 4,
+    "jaxserve.metrics": 4,
     "jaxserve.sched": 3,
     "jaxserve.text": 3,
     "jaxserve.models": 3,
@@ -44,7 +45,15 @@ FLOORS = {
     "checkpoints": 0,
     "pallas_kernels": 0,
 }
-HOST = ("jaxserve.sched", "jaxserve.text", "jaxserve.request", "jaxserve.config", "jaxserve.buckets", "jaxserve.chips")
+HOST = (
+    "jaxserve.sched",
+    "jaxserve.text",
+    "jaxserve.request",
+    "jaxserve.config",
+    "jaxserve.buckets",
+    "jaxserve.chips",
+    "jaxserve.metrics",
+)
 DEVICE = ("jaxserve.device", "jaxserve.models", "jaxserve.quant", "pallas_kernels")
 NEVER = {"torch", "transformers"}
 
