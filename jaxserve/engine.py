@@ -179,6 +179,11 @@ class Engine:
         return self._failure
 
     @property
+    def beat(self) -> float:
+        """When the loop last went round: time.monotonic seconds.  Idle or busy, it does so every second or sooner."""
+        return self._loop.beat
+
+    @property
     def is_healthy(self) -> bool:
         """The loop lives and went round within the last 30 heartbeats (a hung device shows)."""
         is_alive = self._thread is not None and self._thread.is_alive() and self._failure is None

@@ -66,6 +66,11 @@ class Backend(Protocol):
     def is_healthy(self) -> bool: ...
 
     @property
+    def beat(self) -> float:
+        """When its loop last went round: time.monotonic seconds, a new number at least every few."""
+        ...
+
+    @property
     def is_draining(self) -> bool: ...
 
     @property

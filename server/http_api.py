@@ -16,19 +16,22 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from jaxserve.request import ErrorCode, RequestError
 from server.calls import Calls
 from server.errors import HttpError, http_error
+from server.guards import METRICS_PATH
 from server.http_body import ClientGone, read_json_body
 from server.http_generate import GenerateResponse, model_names
 from server.http_text import detokenized, tokenized, tokenizer_info
 from server.json_types import quote
 from server.limits import MAX_ID_BYTES, HttpLimits
+from server.metrics import Exposition
+from server.operations import Operations
 
 REQUEST_ID = b"x-request-id"
 
 
-def http_app(calls: Calls) -> ASGIApp:
+def http_app(calls: Calls, operations: Operations) -> ASGIApp:
     """The whole front as one ASGI application."""
     app = FastAPI(title="jaxserve", docs_url=None, redoc_url=None, redirect_slashes=False)
-    routes = Routes(calls)
+    routes = Routes(calls, operations.exposition)
     app.add_api_route("/v1/completions", routes.completions, methods=["POST"])
     app.add_api_route("/v1/chat/completions", routes.chat_completions, methods=["POST"])
     app.add_api_route("/v1/models", routes.models, methods=["GET"])
@@ -38,17 +41,19 @@ def http_app(calls: Calls) -> ASGIApp:
     app.add_api_route("/tokenizer_info", routes.tokenizer_info, methods=["GET"])
     app.add_api_route("/health", routes.health, methods=["GET"])
     app.add_api_route("/ready", routes.ready, methods=["GET"])
-    # The page at / and /metrics are mounted here, after the API's own paths.
+    app.add_api_route(METRICS_PATH, routes.metrics, methods=["GET"], include_in_schema=False)
+    # The page at / is mounted here, after the API's own paths.
     for kind in (RequestError, HttpError, HTTPException, Exception):
         app.add_exception_handler(kind, _failed)
-    return RequestIds(app)
+    return operations.recorded(RequestIds(operations.guarded(app)))
 
 
 class Routes:
     """One small function per path."""
 
-    def __init__(self, calls: Calls):
+    def __init__(self, calls: Calls, exposition: Exposition):
         self._calls = calls
+        self._exposition = exposition
         self._limits = HttpLimits.of(calls.config)
         self._began = int(time.time())
 
@@ -90,6 +95,11 @@ class Routes:
     async def ready(self) -> Response:
         """Send requests here."""
         return _state("ready", self._calls.is_ready)
+
+    def metrics(self, request: Request) -> Response:
+        """In a thread, since it is no coroutine: a scrape holds no stream up."""
+        body, content_type = self._exposition.render(request.headers.get("accept", ""))
+        return Response(body, headers={"content-type": content_type})
 
     async def _body(self, request: Request) -> bytes:
         return await read_json_body(request, self._limits.max_body_bytes)

@@ -34,6 +34,7 @@ GAUGES: tuple[tuple[str, str, Callable[[Snapshot], float]], ...] = (
 )
 COUNTERS: tuple[tuple[str, str, Callable[[Snapshot], float]], ...] = (
     ("requests", "requests accepted", lambda s: s.requests),
+    ("sequences", "sequences accepted: a request's n samples are n", lambda s: s.load.totals.sequences),
     ("prompt_tokens", "prompt tokens of accepted sequences", lambda s: s.load.totals.prompt_tokens),
     ("generation_tokens", "tokens generated", lambda s: s.load.totals.output_tokens),
     ("prefix_cache_queries", "prompt tokens looked up in the table", lambda s: s.load.totals.prefix_query_tokens),

@@ -12,6 +12,7 @@ class Counters:
     """Totals since the process began; none ever falls, so they outlive a scheduler."""
 
     steps: int = 0
+    sequences: int = 0  # accepted; at idle each has ended once
     prompt_tokens: int = 0  # of accepted requests, once per sample
     output_tokens: int = 0
     prefix_query_tokens: int = 0  # prompt tokens that were looked up in the table, hits among them

@@ -49,6 +49,7 @@ class Scheduler:
         self._requests[request.id] = sequences
         for sequence in sequences:
             self.roster.enlist(sequence)
+        self.roster.counters.sequences += len(sequences)
         self.roster.counters.prompt_tokens += len(request.prompt_ids) * len(sequences)
         if request.deadline is not None:
             self._next_deadline = min(self._next_deadline, request.deadline)

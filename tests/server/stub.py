@@ -156,6 +156,7 @@ class StubEngine:
                 self._sequences.append(Sequence_(request, index, decoder=decoder))
             self.requests.append(request)
             self._meter.arrived(request, time.monotonic())
+            self._counters.sequences += request.params.n
             self._counters.prompt_tokens += len(request.prompt_ids) * request.params.n
             self._changed.notify_all()
         return handle
@@ -207,6 +208,10 @@ class StubEngine:
     @property
     def is_healthy(self) -> bool:
         return self._failure is None and not self._is_hung
+
+    @property
+    def beat(self) -> float:
+        return 0.0 if self._is_hung else time.monotonic()
 
     @property
     def failure(self) -> BaseException | None:

@@ -78,6 +78,7 @@ def test_requests_are_counted_by_how_they_end(served) -> None:
     assert found["jaxserve:request_generation_tokens_sum", ()] == answer + 2 * 3
     assert found["jaxserve:request_generation_tokens_count", ()] == 3
     assert found["jaxserve:time_to_first_token_seconds_count", ()] == 4
+    assert found["jaxserve:request_queue_time_seconds_count", ()] == 4
     assert found["jaxserve:generation_tokens_total", ()] >= answer + 2 * 3 + 1
     assert found["jaxserve:prompt_tokens_total", ()] == 15 + 2 * 15 + 1
 
