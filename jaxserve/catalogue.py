@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as Spec
 
 from jaxserve.config import EngineConfig, SchedulerConfig
 from jaxserve.device import speculate, steps
-from jaxserve.device.attention import POOL, pool_head_dim
+from jaxserve.device.attention import pool_head_dim, pool_sharding
 from jaxserve.device.sharding import abstract
 from jaxserve.device.slots import load_slot, load_width
 from jaxserve.device.speculate import Draft, Proposed
@@ -42,6 +42,7 @@ class Catalogue:
     slot_shape: SlotShape
     mesh: Mesh
     backend: str  # of paged attention
+    kv_dtype: str  # of the pool
     draft: Draft | None = None
 
     @staticmethod
@@ -54,8 +55,9 @@ class Catalogue:
             biases=config.max_logit_bias, allowed_ids=config.max_allowed_ids,
         )  # fmt: skip
         return Catalogue(
-            model=model, scheduler=scheduler, slot_shape=slot_shape, mesh=mesh, backend=backend, draft=draft
-        )
+            model=model, scheduler=scheduler, slot_shape=slot_shape, mesh=mesh, backend=backend,
+            kv_dtype=config.kv_dtype_for(model.dtype), draft=draft,
+        )  # fmt: skip
 
     @property
     def replicated(self) -> NamedSharding:
@@ -86,10 +88,9 @@ class Catalogue:
 
     @property
     def page_bytes(self) -> int:
-        """What one page takes on each device, over all layers."""
-        shape = self.model.shape
-        row_bytes = self.pool_head_dim * jnp.dtype(self.model.dtype).itemsize
-        return shape.layers * 2 * shape.kv_heads // self.mesh.size * self.scheduler.page_size * row_bytes
+        """What one page takes on each device, over all layers, scales included."""
+        leaves = jax.tree.leaves(self.abstract_pool)
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves) // self.scheduler.num_pages // self.mesh.size
 
     @property
     def slot_bytes(self) -> int:
@@ -103,12 +104,21 @@ class Catalogue:
     def new_slots(self) -> SlotState:
         return self._make_slots()()
 
+    @property
+    def abstract_pool(self) -> KVPool:
+        """Shapes and shardings of the pool's arrays."""
+        pool = self._make_pool().eval_shape()
+        return jax.tree.map(
+            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+            pool, pool_sharding(pool, self.mesh),
+        )  # fmt: skip
+
     def _make_pool(self):
         make = partial(
             KVPool.zeros, self.model.shape, pages=self.scheduler.num_pages, page_size=self.scheduler.page_size,
-            head_dim=self.pool_head_dim, dtype=jnp.dtype(self.model.dtype),
+            head_dim=self.pool_head_dim, dtype=jnp.dtype(self.kv_dtype),
         )  # fmt: skip
-        return jax.jit(make, out_shardings=NamedSharding(self.mesh, POOL))
+        return jax.jit(make, out_shardings=pool_sharding(jax.eval_shape(make), self.mesh))
 
     def _make_slots(self):
         return jax.jit(partial(SlotState.empty, self.slot_shape), out_shardings=self.replicated)
@@ -117,7 +127,8 @@ class Catalogue:
         """Every program.  A program's outputs are pinned to what its consumer was compiled for."""
         shape, replicated, array = self.model.shape, self.replicated, self._array
         weights = jax.tree.map(abstract, params)
-        pool = _placed(self._make_pool().eval_shape(), NamedSharding(self.mesh, POOL))
+        pool = self.abstract_pool
+        pool_out = pool_sharding(pool, self.mesh)
         slots = _placed(self._make_slots().eval_shape(), replicated)
         # Of the arrays themselves: how a draft's part of stacked weights lies in memory is known once it is cut.
         draft_weights = jax.tree.map(abstract, self.draft.weights(params)) if self.draft else {}
@@ -125,7 +136,7 @@ class Catalogue:
         device = self.mesh.devices.flat[0]
         options = COMPILER_OPTIONS.get(device.platform, {}) | COMPILER_OPTIONS.get(device.device_kind, {})
         jit = partial(jax.jit, compiler_options=options or None)
-        forward_out = (replicated, NamedSharding(self.mesh, POOL))
+        forward_out = (replicated, pool_out)
         load = jit(partial(load_slot, shape=self.slot_shape), donate_argnums=0, out_shardings=replicated)
         wanted: Wanted = {"load": (load, (slots, array(load_width(self.slot_shape))))}
         for rows in self.scheduler.decode_buckets:
