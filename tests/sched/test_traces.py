@@ -33,7 +33,8 @@ def test_the_traces_meet_what_they_are_for():
     """A trace that never preempts, hits, trims, stops or fails would prove nothing."""
     loops = [Trace(seed, num_drafts).play().scheduler.load().totals for seed in range(12) for num_drafts in (0, 3)]
     for name in (field.name for field in dataclasses.fields(loops[0])):
-        assert sum(getattr(totals, name) for totals in loops) > 0, f"no trace had any {name}"
+        counts = [getattr(totals, name) for totals in loops]
+        assert any(map(any, counts)) if name == "accepted_runs" else any(counts), f"no trace had any {name}"
 
 
 @DRAFTS
