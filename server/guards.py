@@ -1,6 +1,7 @@
 """Both fronts ask for a key: an interceptor for gRPC, a middleware for HTTP.
 
-Health stays open, for probes and load balancers; gRPC's reflection does not."""
+Health stays open, for probes and load balancers, and so do the files of the page, which asks for the key itself; gRPC's
+reflection does not."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ from server.keys import Doors
 
 OPEN_SERVICES = ("/grpc.health.v1.Health/",)
 OPEN_PATHS = frozenset({"/health", "/ready"})
+PAGE_PATHS = ("/", "/page/")  # static files that hold nothing secret; a browser sends no key when it opens a page
 METRICS_PATH = "/metrics"
 
 SENTENCE = "a valid API key is needed: send it as 'authorization: Bearer KEY'"
@@ -73,7 +75,7 @@ class KeyMiddleware:
 
     def _is_open(self, scope: Scope) -> bool:
         path = scope["path"]
-        if path in OPEN_PATHS:
+        if path in OPEN_PATHS or path == PAGE_PATHS[0] or path.startswith(PAGE_PATHS[1]):
             return True
         authorization = header(scope, b"authorization")
         if path == METRICS_PATH:

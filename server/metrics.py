@@ -45,6 +45,9 @@ COUNTERS: tuple[tuple[str, str, Callable[[Snapshot], float]], ...] = (
     ("prefill_padding_tokens", "positions of prefill calls that were padding", lambda s: s.load.totals.prefill_padding),
     ("decode_rows", "rows of decode calls", lambda s: s.load.totals.decode_rows),
     ("decode_padding_rows", "rows of decode calls that were padding", lambda s: s.load.totals.decode_padding),
+    ("decode_calls", "decode calls, those that verified drafts among them", lambda s: s.load.totals.decode_calls),
+    ("verify_calls", "decode calls that verified drafts", lambda s: s.load.totals.verify_calls),
+    ("spec_decode_num_drafts", "proposals verified: one a row and step", lambda s: s.load.totals.drafts),
     ("spec_decode_num_draft_tokens", "draft tokens verified", lambda s: s.load.totals.drafted_tokens),
     ("spec_decode_num_accepted_tokens", "draft tokens accepted", lambda s: s.load.totals.accepted_tokens),
     ("nan_rows", "sequences ended because their logits held a NaN", lambda s: s.load.totals.nan_rows),
@@ -92,6 +95,7 @@ class EngineCollector(Collector):
         for name, text, read in COUNTERS:
             yield CounterMetricFamily(PREFIX + name, text, value=read(snapshot))
         yield pages(snapshot.load)
+        yield accepted_positions(snapshot.load.totals)
         yield endings(snapshot.load.totals)
         for name, text, read in HISTOGRAMS:
             yield histogram(PREFIX + name, text, read(snapshot.distributions))
@@ -148,6 +152,14 @@ def pages(load: SchedulerLoad) -> Metric:
     family = GaugeMetricFamily(f"{PREFIX}kv_cache_pages", "pages of the pool by state", labels=("state",))
     for state, count in (("free", load.pages_free), ("cached", load.pages_cached), ("held", load.pages_held)):
         family.add_metric((state,), count)
+    return family
+
+
+def accepted_positions(totals: Counters) -> Metric:
+    text = "draft tokens accepted, by their place in the proposal"
+    family = CounterMetricFamily(f"{PREFIX}spec_decode_num_accepted_tokens_per_pos", text, labels=("position",))
+    for position, count in enumerate(totals.accepted_per_position or (0,)):
+        family.add_metric((str(position),), count)
     return family
 
 

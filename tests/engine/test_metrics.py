@@ -17,7 +17,8 @@ GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
 def counters(snapshot: Snapshot) -> dict[str, float]:
     totals = snapshot.load.totals
-    numbers: dict[str, float] = {name: getattr(totals, name) for name in totals.__dataclass_fields__}
+    numbers: dict[str, float] = {f"accepted {i}": count for i, count in enumerate(totals.accepted_runs)}
+    numbers |= {name: getattr(totals, name) for name in totals.__dataclass_fields__ if name != "accepted_runs"}
     for name in Distributions.__dataclass_fields__:
         reading = getattr(snapshot.distributions, name)
         numbers |= {f"{name} {i}": count for i, count in enumerate(reading.counts)} | {f"{name} sum": reading.sum}

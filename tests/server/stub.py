@@ -194,7 +194,7 @@ class StubEngine:
     def metrics(self) -> Snapshot:
         load = SchedulerLoad(
             running=self.running, waiting=0, slots=self.config.slots, pages_total=PAGES, pages_free=PAGES - self.running,
-            pages_cached=0, pages_held=self.running, totals=replace(self._counters),
+            pages_cached=0, pages_held=self.running, totals=self._counters.copy(),
         )  # fmt: skip
         return Snapshot(
             load=load, page_size=64, requests=len(self.requests), compiles=0, loop_cpu_seconds=0.0,

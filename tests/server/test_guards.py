@@ -101,6 +101,12 @@ def test_http_refuses_every_path_without_a_user_s_key(served: Served, headers: d
     assert reply.json["error"]["code"] == "invalid_api_key" and reply.json["error"]["type"] == "authentication_error"
 
 
+def test_the_page_opens_without_a_key_and_leads_nowhere_else(served: Served) -> None:
+    assert fetch(served.http, "/").status != 401
+    for path in ("/page/nothing.js", "/page/../v1/models", "/page/%2e%2e/v1/models", "/page//v1/models"):
+        assert fetch(served.http, path).status == 404
+
+
 def test_the_official_client_sees_an_authentication_error(served: Served) -> None:
     with (
         openai.OpenAI(base_url=f"{served.http}/v1", api_key="nope", max_retries=0) as client,

@@ -9,7 +9,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from jaxserve.metrics import TOKEN_SECONDS, Histogram
 from jaxserve.request import Request, SamplingParams
-from server.metrics import Exposition, histogram
+from jaxserve.sched.counters import Counters
+from server.metrics import Exposition, accepted_positions, histogram
 from tests.server.serving import until
 from tests.server.stub import ANSWER, StubEngine
 
@@ -21,7 +22,8 @@ PROMISED = {
     "generation_tokens_total", "time_to_first_token_seconds_bucket", "inter_token_latency_seconds_bucket",
     "e2e_request_latency_seconds_bucket", "request_queue_time_seconds_bucket", "request_success_total",
     "prefix_cache_queries_total", "prefix_cache_hits_total", "num_preemptions_total",
-    "spec_decode_num_draft_tokens_total", "spec_decode_num_accepted_tokens_total", "cache_config_info", "compiles_total",
+    "spec_decode_num_drafts_total", "spec_decode_num_draft_tokens_total", "spec_decode_num_accepted_tokens_total",
+    "spec_decode_num_accepted_tokens_per_pos_total", "cache_config_info", "compiles_total",
     "nan_rows_total", "step_host_seconds_bucket", "step_device_wait_seconds_bucket", "prefill_tokens_total",
     "prefill_padding_tokens_total",
 }  # fmt: skip
@@ -105,6 +107,15 @@ def test_values_fall_into_the_buckets_of_prometheus_own_histogram() -> None:
     as_numbers = lambda samples: {(name, le and float(le)): value for (name, le), value in samples.items()}  # noqa: E731
     del wanted["h_created", None]
     assert as_numbers(found) == as_numbers(wanted)
+
+
+def test_accepted_drafts_are_told_by_position() -> None:
+    totals = Counters()
+    for accepted in (0, 1, 3, 3):  # of proposals of three
+        totals.count_proposal(3, accepted)
+    found = {sample.labels["position"]: sample.value for sample in accepted_positions(totals).samples}
+    assert found == {"0": 3, "1": 2, "2": 2}
+    assert (totals.drafts, totals.drafted_tokens, totals.accepted_tokens) == (4, 12, 7)
 
 
 def test_the_pool_is_told_as_the_gateway_protocol_wants_it(served) -> None:
