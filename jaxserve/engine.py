@@ -14,9 +14,11 @@ from dataclasses import dataclass, replace
 from jaxserve.config import EngineConfig, SchedulerConfig, StepTime
 from jaxserve.limits import check_request
 from jaxserve.loop import HEARTBEAT_SECONDS, Abort, Add, End, Loop
+from jaxserve.metrics import Meter, Snapshot
 from jaxserve.programs import compile_counter
 from jaxserve.request import Chunk, ErrorCode, Request, RequestError
 from jaxserve.runner import Runner
+from jaxserve.sched.counters import Counters
 from jaxserve.sched.scheduler import Scheduler
 from jaxserve.streams import RequestHandle, hand_over
 from jaxserve.text import Tokenizer
@@ -92,19 +94,22 @@ class Engine:
         self._handles: dict[str, RequestHandle] = {}
         self._open: dict[str, int] = {}  # request -> sequences that have not ended
         self._unfinished = 0  # sequences, of all requests
-        self._loop = self._new_loop()
+        self._counters = Counters()  # these two outlive every loop: what they count never falls
+        self._meter = Meter()
+        self._loop = self._new_loop(host_seconds=0.0)
         self._thread: threading.Thread | None = None
         self._draining = False
         self._failure: BaseException | None = None
-        self._compiles_at_start = 0
+        # Compiles between start and stop of earlier runs, and jax's own count at this one's start; None = not running.
+        self._compiles: tuple[int, int | None] = (0, None)
         self._requests = 0  # accepted since the process began
 
     def start(self) -> None:
         """Begin to serve; again after `stop()`."""
         assert self._thread is None, "the engine runs already"
         self._draining = False
-        self._loop = self._new_loop()
-        self._compiles_at_start = compile_counter().compiles
+        self._loop = self._new_loop(host_seconds=self._loop.host_seconds)
+        self._compiles = (self._num_compiles, compile_counter().compiles)
         self._thread = threading.Thread(target=self._run, name="jaxserve-loop", daemon=True)
         self._thread.start()
 
@@ -119,6 +124,7 @@ class Engine:
         self._loop.inbox.put(End())
         self._thread.join()
         self._thread = None
+        self._compiles = (self._num_compiles, None)
         self._grammars.close()
 
     def prepare(self, request: Request) -> Request:
@@ -158,7 +164,7 @@ class Engine:
             self._open[request.id] = request.params.n
             self._unfinished += request.params.n
             self._requests += 1
-        self._loop.inbox.put(Add(request))
+        self._loop.inbox.put(Add(request, time.monotonic()))
         return handle
 
     def check(self, request: Request) -> None:
@@ -197,6 +203,11 @@ class Engine:
         return self._failure
 
     @property
+    def beat(self) -> float:
+        """When the loop last went round: time.monotonic seconds.  Idle or busy, it does so every second or sooner."""
+        return self._loop.beat
+
+    @property
     def is_healthy(self) -> bool:
         """The loop lives and went round within the last 30 heartbeats (a hung device shows)."""
         is_alive = self._thread is not None and self._thread.is_alive() and self._failure is None
@@ -228,13 +239,38 @@ class Engine:
             accepted_per_position=totals.accepted_per_position,
             nan_rows=totals.nan_rows,
             steps=totals.steps,
-            compiles=compile_counter().compiles - self._compiles_at_start,
+            compiles=self._num_compiles,
             host_seconds=self._loop.host_seconds,
         )
 
-    def _new_loop(self) -> Loop:
-        scheduler = Scheduler(self._scheduler_config, self.tokenizer.eos_ids)
-        return Loop(runner=self._runner, scheduler=scheduler, tokenizer=self.tokenizer, deliver=self._deliver)
+    def metrics(self) -> Snapshot:
+        """Everything the engine measures; for any thread, at any time."""
+        load = self._loop.scheduler.load()
+        return Snapshot(
+            load=replace(load, waiting=load.waiting + self._loop.inbox.qsize()),
+            page_size=self._scheduler_config.page_size,
+            requests=self._requests,
+            compiles=self._num_compiles,
+            loop_cpu_seconds=self._loop.host_seconds,
+            distributions=self._meter.read(),
+        )
+
+    @property
+    def _num_compiles(self) -> int:
+        """Between a start and a stop."""
+        before, began = self._compiles
+        return before + (0 if began is None else compile_counter().compiles - began)
+
+    def _new_loop(self, *, host_seconds: float) -> Loop:
+        scheduler = Scheduler(self._scheduler_config, self.tokenizer.eos_ids, self._counters)
+        return Loop(
+            runner=self._runner,
+            scheduler=scheduler,
+            tokenizer=self.tokenizer,
+            meter=self._meter,
+            host_seconds=host_seconds,
+            deliver=self._deliver,
+        )
 
     def _run(self) -> None:
         try:

@@ -11,8 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from jaxserve.late import LateMasks, StopStrings
+from jaxserve.metrics import Meter
 from jaxserve.request import Chunk, FinishReason, Request, RequestError
 from jaxserve.runner import Pending, Runner
+from jaxserve.sched.plan import Plan
 from jaxserve.sched.scheduler import Scheduler
 from jaxserve.text import Tokenizer
 
@@ -22,6 +24,7 @@ HEARTBEAT_SECONDS = 1.0
 @dataclass(frozen=True, slots=True)
 class Add:
     request: Request
+    arrived: float  # time.monotonic seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,16 +41,26 @@ class Loop:
     """`run` until End.  `deliver(chunks)` is called at most once a step."""
 
     def __init__(
-        self, *, runner: Runner, scheduler: Scheduler, tokenizer: Tokenizer, deliver: Callable[[Sequence[Chunk]], None]
+        self,
+        *,
+        runner: Runner,
+        scheduler: Scheduler,
+        tokenizer: Tokenizer,
+        meter: Meter,
+        host_seconds: float = 0.0,
+        deliver: Callable[[Sequence[Chunk]], None],
     ):
         self.inbox: queue.SimpleQueue[Add | Abort | End] = queue.SimpleQueue()
         self.scheduler = scheduler
         self.beat = time.monotonic()
-        self.host_seconds = 0.0  # CPU time of this thread
+        self.host_seconds = host_seconds  # CPU time of this thread, and of the loops before it
+        self._host_seconds_before = host_seconds
         self._runner = runner
+        self._meter = meter
         self._deliver = deliver
         self._stop_strings = StopStrings(tokenizer)
         self._masks = LateMasks(runner.catalogue.mask_words)
+        self._waited = 0.0  # seconds of this round that went by waiting for the device
         self._ended = False
 
     def run(self) -> None:
@@ -59,25 +72,43 @@ class Loop:
     def step(self, unread: Pending | None) -> Pending | None:
         """Dispatch the next plan, then read the one before it.  -> the plan that is now unread."""
         now = time.monotonic()
+        self._waited = 0.0
         plan = self.scheduler.schedule(now)
         pending = self._runner.dispatch(plan) if plan else None
+        if plan and plan.loads:
+            self._meet(plan, now)
         chunks = self._commit(unread) if unread else self.scheduler.drain()
         if pending and pending.plan.is_masked:
             drafts = self._runner.drafts(pending)
             self._runner.sample(pending, self._masks.words(pending.plan, self.scheduler, drafts))
             chunks += self.scheduler.drain()  # of sequences that have no mask any more
         if chunks:
-            self._deliver([self._stop_strings.finish(chunk) for chunk in chunks])
+            self._tell(chunks)
+        if pending or unread:
+            self._meter.stepped(host=time.monotonic() - now - self._waited, wait=self._waited)
         self.beat = now
-        self.host_seconds = time.thread_time()
+        self.host_seconds = self._host_seconds_before + time.thread_time()
         return pending
 
     def fail(self, error: str) -> None:
         """The loop died: every stream ends with an error."""
-        self._deliver([self._stop_strings.finish(chunk) for chunk in self.scheduler.fail_all(error)])
+        self._tell(self.scheduler.fail_all(error))
+
+    def _tell(self, chunks: Sequence[Chunk]) -> None:
+        finished = [self._stop_strings.finish(chunk) for chunk in chunks]
+        self._deliver(self._meter.told(finished, time.monotonic()))
+
+    def _meet(self, plan: Plan, now: float) -> None:
+        """Tells the meter who got a slot."""
+        slots = {load.slot for load in plan.loads}
+        for row in plan.rows:
+            if row.slot in slots and (sequence := self.scheduler.current(row)) is not None:
+                self._meter.admitted(sequence.request.id, sequence.index, now)
 
     def _commit(self, unread: Pending) -> list[Chunk]:
+        began = time.monotonic()
         outcome = unread.result()
+        self._waited = time.monotonic() - began
         cuts = self._stop_strings.search(unread.plan, outcome, self.scheduler)
         chunks = self.scheduler.commit(unread.plan, outcome, cuts, time.monotonic())
         self._masks.forget({row.sequence for row in unread.plan.rows if self.scheduler.current(row) is None})
@@ -94,15 +125,16 @@ class Loop:
 
     def _obey(self, command: Add | Abort | End) -> None:
         match command:
-            case Add(request):
+            case Add(request, arrived):
                 try:
-                    self.scheduler.add(request, time.monotonic())
+                    self.scheduler.add(request, arrived)
+                    self._meter.arrived(request, arrived)
                 except RequestError as error:  # what submit could not know, e.g. a request aborted and sent again
                     self._deliver([_refusal(request, index, error) for index in range(request.params.n)])
             case Abort(request_id):
                 self.scheduler.abort(request_id)
             case End():
-                self._deliver([self._stop_strings.finish(chunk) for chunk in self.scheduler.abort_all()])
+                self._tell(self.scheduler.abort_all())
                 self._ended = True
 
 

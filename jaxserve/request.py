@@ -224,9 +224,19 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Times:
+    """When it happened to one sequence, on the engine's clock (time.monotonic seconds); None = it never did."""
+
+    arrived: float
+    admitted: float | None = None  # for the first time: the end of its queueing
+    first_token: float | None = None
+    ended: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
     """What one step added to one sequence.  `text` is None until it has been decoded (plain rows are decoded by the
-    reader, rows with stop strings by the loop); `usage` and `finish_reason` come once, in the last chunk."""
+    reader, rows with stop strings by the loop); `usage`, `times` and `finish_reason` come once, in the last chunk."""
 
     request_id: str
     index: int = 0
@@ -237,6 +247,7 @@ class Chunk:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # the stop id or stop string that matched; None for end of sequence
     usage: Usage | None = None
+    times: Times | None = None
     error: str | None = None
     error_code: ErrorCode = ErrorCode.INTERNAL  # of `error`: whose fault it was
     seed: int | None = None  # the request's seed (given or drawn), in the last chunk

@@ -18,6 +18,7 @@ import _path  # noqa: F401  first: it makes the imports of server work
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its own log lines would join our one sentence
 
 import grpc
+from _connect import add_connection_flags, channel_of, metadata_of
 from google.protobuf.json_format import MessageToJson
 
 from server.args import Parser
@@ -66,8 +67,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def ask(request: pb.GenerateRequest, flags: argparse.Namespace) -> int:
     """Sends the request and shows what comes.  -> the exit code."""
     options = [("grpc.max_receive_message_length", MAX_MESSAGE), ("grpc.max_send_message_length", MAX_MESSAGE)]
-    with grpc.insecure_channel(flags.address, options=options) as channel:
-        call = pb_grpc.GenerationStub(channel).GenerateStream(request, timeout=flags.timeout)
+    with channel_of(flags, options) as channel:
+        stub = pb_grpc.GenerationStub(channel)
+        call = stub.GenerateStream(request, timeout=flags.timeout, metadata=metadata_of(flags))
         try:
             show = show_json if flags.json else show_one if request.params.n <= 1 else show_many
             show(call, text_of if flags.detokenize is not False else ids_text_of)
@@ -86,9 +88,9 @@ def ask(request: pb.GenerateRequest, flags: argparse.Namespace) -> int:
 def make_parser() -> argparse.ArgumentParser:
     parser = Parser("Ask a running jaxserve server.")
     parser.add_argument("prompt", nargs="?", help="the prompt; - or none = stdin")
-    parser.add_argument("--address", default="127.0.0.1:50051", help="of the server (default: %(default)s)")
     parser.add_argument("--timeout", type=float, help="seconds until the request is given up")
     parser.add_argument("--json", action="store_true", help="print every message of the stream as one line of JSON")
+    add_connection_flags(parser)
     group = parser.add_argument_group("prompt")
     group.add_argument(
         "--chat", action="store_true", help="the prompt is a user's message; the model's template is used"
@@ -222,10 +224,17 @@ def tell_logprobs(message: pb.Output) -> None:
 
 def sentence(call: grpc.Call, address: str) -> str:
     """What went wrong, for a person.  A status without the server's own mark comes from the transport."""
-    code, details = call.code(), call.details()
+    code, details = call.code(), call.details() or ""
     is_servers_word = any(key == "jaxserve-code" for key, _ in call.trailing_metadata() or ())
     if code is grpc.StatusCode.UNAVAILABLE and not is_servers_word and call.initial_metadata():
         return f"the connection to {address} was lost"
+    if code is grpc.StatusCode.UNAVAILABLE and not is_servers_word and "security handshaker" in details:
+        return "a file of --tls-ca, --tls-cert or --tls-key holds no PEM text that TLS could use"
+    if code is grpc.StatusCode.UNAVAILABLE and not is_servers_word and "handshake failed" in details:
+        what = "CERTIFICATE_VERIFY_FAILED" if "CERTIFICATE_VERIFY_FAILED" in details else "no common protocol"
+        return f"no TLS connection to {address}: {what} (its authority's certificate goes to --tls-ca)"
+    if code is grpc.StatusCode.UNAVAILABLE and not is_servers_word and "Socket closed" in details:
+        return f"{address} hangs up: it wants TLS, perhaps, or a client's certificate (--tls-ca, --tls-cert)"
     if code is grpc.StatusCode.UNAVAILABLE and not is_servers_word:
         return f"no server answers at {address} (start one with: python scripts/serve.py)"
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:

@@ -22,8 +22,11 @@ from server.calls import Calls
 from server.grpc_service import GenerationService
 from server.http_api import http_app
 from server.http_server import HttpServer
+from server.metrics_port import metrics_app
+from server.operations import Operations
 from server.pb.jaxserve.v1 import generation_pb2 as pb
 from server.pb.jaxserve.v1 import generation_pb2_grpc as pb_grpc
+from server.watchdog import watch_over
 
 log = logging.getLogger("jaxserve")
 
@@ -56,10 +59,12 @@ def channel_options(config: ServerConfig, *, ping_interval_ms: int = PING_INTERV
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ports:
-    """Where the fronts listen; http None = there is none."""
+    """Where the fronts listen; None = there is none."""
 
     grpc: int
     http: int | None
+    metrics: int | None
+    is_tls: bool  # of grpc and http
 
 
 class App:
@@ -67,12 +72,18 @@ class App:
 
     def __init__(self, config: ServerConfig, *, options: list[tuple[str, int]] | None = None):
         self._config = config
-        self._server = grpc.aio.server(options=options or channel_options(config))
+        self._operations = operations = Operations(config)
+        self._server = grpc.aio.server(options=options or channel_options(config), interceptors=operations.interceptors)
         self._calls = Calls(config)
-        self._http = HttpServer(http_app(self._calls)) if config.http_port >= 0 else None
+        self._http = self._metrics = None
+        if config.http_port >= 0:
+            self._http = HttpServer(http_app(self._calls, operations), tls=operations.tls)
+        if config.metrics_port >= 0:
+            self._metrics = HttpServer(metrics_app(self._calls, operations))
         self._health = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]  (not in the stubs)
         self._backend: Backend | None = None
         self._watcher: asyncio.Task[None] | None = None
+        self._watchdog: asyncio.Task[None] | None = None
         self._failed = asyncio.Event()
         pb_grpc.add_GenerationServicer_to_server(GenerationService(self._calls), self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
@@ -84,20 +95,32 @@ class App:
         _check_address(self._config.host, self._config.port)
         host = f"[{self._config.host}]" if ":" in self._config.host else self._config.host
         try:
-            port = self._server.add_insecure_port(f"{host}:{self._config.port}")
+            if self._operations.tls is None:
+                port = self._server.add_insecure_port(f"{host}:{self._config.port}")
+            else:
+                credentials = self._operations.tls.grpc_credentials()
+                port = self._server.add_secure_port(f"{host}:{self._config.port}", credentials)
         except RuntimeError as error:
             raise ValueError(f"cannot listen on {host}:{self._config.port} ({error})") from None
-        http_port = None
+        http_port = metrics_port = None
         if self._http is not None:
             http_port = await self._http.start(self._config.host, self._config.http_port)
+        if self._metrics is not None:
+            metrics_port = await self._metrics.start(
+                self._config.host, self._config.metrics_port, flag="--metrics-port"
+            )
         await self._set_health(NOT_SERVING)
         await self._server.start()
-        return Ports(grpc=port, http=http_port)
+        is_tls = self._operations.tls is not None
+        return Ports(grpc=port, http=http_port, metrics=metrics_port, is_tls=is_tls)
 
     async def attach(self, backend: Backend) -> None:
         """Serve with this engine, which is warm and started."""
         self._backend = backend
         self._calls.attach(backend)
+        self._operations.exposition.attach(backend)
+        if self._config.watchdog:
+            self._watchdog = asyncio.create_task(watch_over(backend, self._config.watchdog))
         await self._set_health(SERVING)
         self._watcher = asyncio.create_task(self._watch(backend))
 
@@ -117,11 +140,15 @@ class App:
             has_ended = bool((await asyncio.wait({stopping}, timeout=drain_timeout + STUCK_SECONDS))[0])
             if has_ended:
                 stopping.result()
+        if self._watchdog is not None:
+            self._watchdog.cancel()
         await self._flush()
-        if self._http is not None:
-            await self._http.stop(0.5)
+        for server in (self._http, self._metrics):
+            if server is not None:
+                await server.stop(0.5)
         await self._server.stop(0.5)
         self._calls.close()
+        await in_thread(self._operations.close)
         return has_ended
 
     async def _flush(self) -> None:

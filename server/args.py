@@ -18,6 +18,7 @@ from jaxserve.config import EngineConfig, option
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 MIB = 2**20
+MIN_WATCHDOG = 3.0  # seconds; an idle loop shows a sign of life every one
 
 # cpu stays reachable beside an accelerator, as it is when jax chooses by itself
 PLATFORMS = {"cpu": "cpu", "gpu": "cuda,cpu", "tpu": "tpu,cpu"}
@@ -35,6 +36,28 @@ class ServerConfig:
     max_prompt_mb: int = option(4, "longest prompt text in MiB (a chat's contents together)", "service")
     tokenizer_threads: int = option(2, "threads that encode prompts and render chat templates", "service")
     log_level: LogLevel = option("info", "what goes to stderr", "service")  # noqa: RUF009  (it is dataclasses.field)
+
+    api_key_file: str | None = option(
+        None, "file of API keys, one a line; the environment's JAXSERVE_API_KEY is one more", "security"
+    )
+    metrics_key_file: str | None = option(None, "file of keys that open /metrics and nothing else", "security")
+    tls_cert: str | None = option(
+        None, "PEM file: the server's certificate and its chain; with it both fronts speak TLS", "security"
+    )
+    tls_key: str | None = option(None, "PEM file: the certificate's key", "security")
+    tls_client_ca: str | None = option(
+        None, "PEM file: only clients with a certificate of this authority come in", "security"
+    )
+    cors_origins: str = option("", "origins whose pages may call the HTTP front, by commas; * = any", "security")
+
+    metrics_port: int = option(
+        -1, "port of /metrics, /health and /ready in plain HTTP; 0 = any free one, -1 = none", "operations"
+    )
+    access_log: bool = option(True, "a line on stderr for every call", "operations")
+    watchdog: float = option(0.0, "seconds without a sign of life after which the process ends; 0 = off", "operations")
+    otlp_endpoint: str | None = option(
+        None, "OpenTelemetry collector for traces, e.g. http://localhost:4317", "operations"
+    )
 
     def __post_init__(self) -> None:
         if not self.host:
@@ -55,6 +78,17 @@ class ServerConfig:
             )
         if not 1 <= self.tokenizer_threads <= 64:
             raise ValueError(f"tokenizer_threads={self.tokenizer_threads} must be between 1 and 64")
+        if not -1 <= self.metrics_port <= 65535:
+            raise ValueError(f"metrics_port={self.metrics_port} must be between 0 and 65535, or -1 for none")
+        if self.watchdog and not MIN_WATCHDOG <= self.watchdog <= 86400:
+            raise ValueError(f"watchdog={self.watchdog} must be 0 (off) or between {MIN_WATCHDOG:g} and 86400 seconds")
+        for origin in self.origins:
+            if origin != "*" and not origin.startswith(("http://", "https://")):
+                raise ValueError(f"cors_origins holds {origin!r}: an origin is like https://chat.example, or * for any")
+
+    @property
+    def origins(self) -> tuple[str, ...]:
+        return tuple(origin.strip() for origin in self.cors_origins.split(",") if origin.strip())
 
 
 class Parser(argparse.ArgumentParser):

@@ -9,6 +9,7 @@ from dataclasses import Field
 from typing import ClassVar, Protocol
 
 from jaxserve.config import EngineConfig
+from jaxserve.metrics import Snapshot
 from jaxserve.request import Chunk, Request
 from jaxserve.text import Tokenizer
 
@@ -39,6 +40,15 @@ class Info(Numbers, Protocol):
     @property
     def max_len(self) -> int: ...
 
+    @property
+    def dtype(self) -> str: ...
+
+    @property
+    def device(self) -> str: ...
+
+    @property
+    def attention_backend(self) -> str: ...
+
 
 class Backend(Protocol):
     """A started engine.  `submit` is called in the event loop that will read the answer."""
@@ -54,6 +64,11 @@ class Backend(Protocol):
 
     @property
     def is_healthy(self) -> bool: ...
+
+    @property
+    def beat(self) -> float:
+        """When its loop last went round: time.monotonic seconds, a new number at least every few."""
+        ...
 
     @property
     def is_draining(self) -> bool: ...
@@ -78,5 +93,7 @@ class Backend(Protocol):
     def abort(self, request_id: str) -> bool: ...
 
     def load(self) -> Numbers: ...
+
+    def metrics(self) -> Snapshot: ...
 
     def stop(self, drain_timeout: float = 0.0) -> None: ...

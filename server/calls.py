@@ -17,6 +17,7 @@ from jaxserve.streams import merge
 from server.args import ServerConfig
 from server.backend import Answer, Backend
 from server.limits import Limits
+from server.records import note_chunk, note_request
 
 Result = TypeVar("Result")
 
@@ -146,6 +147,7 @@ class Running:
                 raise RequestError(sentence, code=ErrorCode.RESOURCE_EXHAUSTED)
         for request in self._requests:
             self._answers.append(self._backend.submit(request))
+            note_request(request)
 
     def close(self) -> None:
         for reader in self._readers:
@@ -214,6 +216,7 @@ class Ending:
         return self._open > 0
 
     def see(self, chunk: Chunk) -> None:
+        note_chunk(chunk)
         if chunk.finish_reason is None:
             return
         self._open -= 1

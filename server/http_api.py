@@ -16,21 +16,24 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from jaxserve.request import ErrorCode, RequestError
 from server.calls import Calls
 from server.errors import HttpError, http_error
+from server.guards import METRICS_PATH
 from server.http_body import ClientGone, read_json_body
 from server.http_generate import GenerateResponse, model_names
 from server.http_text import detokenized, tokenized, tokenizer_info
 from server.json_types import quote
 from server.limits import MAX_ID_BYTES, HttpLimits
+from server.metrics import Exposition
 from server.openapi import document
+from server.operations import Operations
 from server.page import add_page
 
 REQUEST_ID = b"x-request-id"
 
 
-def http_app(calls: Calls) -> ASGIApp:
+def http_app(calls: Calls, operations: Operations) -> ASGIApp:
     """The whole front as one ASGI application."""
     app = FastAPI(openapi_url=None, redirect_slashes=False)  # its own document would know nothing of our bodies
-    routes = Routes(calls)
+    routes = Routes(calls, operations.exposition)
     app.add_api_route("/v1/completions", routes.completions, methods=["POST"])
     app.add_api_route("/v1/chat/completions", routes.chat_completions, methods=["POST"])
     app.add_api_route("/v1/models", routes.models, methods=["GET"])
@@ -41,18 +44,19 @@ def http_app(calls: Calls) -> ASGIApp:
     app.add_api_route("/health", routes.health, methods=["GET"])
     app.add_api_route("/ready", routes.ready, methods=["GET"])
     app.add_api_route("/openapi.json", routes.openapi, methods=["GET"])
+    app.add_api_route(METRICS_PATH, routes.metrics, methods=["GET"])
     add_page(app)
-    # /metrics is mounted here, after the API's own paths.
     for kind in (RequestError, HttpError, HTTPException, Exception):
         app.add_exception_handler(kind, _failed)
-    return RequestIds(app)
+    return operations.recorded(RequestIds(operations.guarded(app)))
 
 
 class Routes:
     """One small function per path."""
 
-    def __init__(self, calls: Calls):
+    def __init__(self, calls: Calls, exposition: Exposition):
         self._calls = calls
+        self._exposition = exposition
         self._limits = HttpLimits.of(calls.config)
         self._began = int(time.time())
 
@@ -97,6 +101,11 @@ class Routes:
 
     async def openapi(self) -> Response:
         return JSONResponse(document())
+
+    def metrics(self, request: Request) -> Response:
+        """In a thread, since it is no coroutine: a scrape holds no stream up."""
+        body, content_type = self._exposition.render(request.headers.get("accept", ""))
+        return Response(body, headers={"content-type": content_type})
 
     async def _body(self, request: Request) -> bytes:
         return await read_json_body(request, self._limits.max_body_bytes)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import ssl
 from collections.abc import Iterator
 
 import uvicorn
 from starlette.types import ASGIApp
+
+from server.tls import Tls
 
 KEEP_ALIVE_SECONDS = 75  # longer than the 60 s that proxies keep their connections: theirs ends first
 BACKLOG = 2048
@@ -17,7 +20,7 @@ BACKLOG = 2048
 class HttpServer:
     """`start`, then `stop`.  One use each."""
 
-    def __init__(self, app: ASGIApp):
+    def __init__(self, app: ASGIApp, *, tls: Tls | None = None):
         config = uvicorn.Config(
             app,
             lifespan="off",
@@ -28,13 +31,17 @@ class HttpServer:
             proxy_headers=False,
             server_header=False,
             timeout_keep_alive=KEEP_ALIVE_SECONDS,
+            ssl_certfile=None if tls is None else tls.cert,
+            ssl_keyfile=None if tls is None else tls.key,
+            ssl_ca_certs=None if tls is None else tls.client_ca,
+            ssl_cert_reqs=ssl.CERT_NONE if tls is None or tls.client_ca is None else ssl.CERT_REQUIRED,
         )
         self._server = _Server(config)
         self._serving: asyncio.Task[None] | None = None
 
-    async def start(self, host: str, port: int) -> int:
-        """Listens; -> the port.  ValueError when it cannot."""
-        listener = _listen(host, port)
+    async def start(self, host: str, port: int, *, flag: str = "--http-port") -> int:
+        """Listens; -> the port.  ValueError when it cannot; flag: to choose another with."""
+        listener = _listen(host, port, flag)
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
         while not self._server.started:
             if self._serving.done():
@@ -61,7 +68,7 @@ class _Server(uvicorn.Server):
         yield  # `server.main` has them
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def _listen(host: str, port: int, flag: str) -> socket.socket:
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)
@@ -73,7 +80,7 @@ def _listen(host: str, port: int) -> socket.socket:
         listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
-        reason = f"{error.strerror} (choose with --host and --http-port)"
+        reason = f"{error.strerror} (choose with --host and {flag})"
         raise ValueError(f"cannot listen on {host} port {port}: {reason}") from None
     listener.setblocking(False)
     return listener

@@ -1,7 +1,7 @@
 """The serving process: flags, the engine's load, signals and exit codes.
 
-Exit codes: 0 drained, 1 the engine's loop died or would not end, 2 wrong flags or a model that cannot be served,
-130 ended at once by a second Ctrl-C.  jax is imported inside, once the platform is chosen."""
+Exit codes: 0 drained, 1 the engine's loop died, would not end, or hung for longer than --watchdog, 2 wrong flags or a
+model that cannot be served, 130 ended at once by a second Ctrl-C.  jax is imported inside, once the platform is chosen."""
 
 from __future__ import annotations
 
@@ -43,6 +43,7 @@ def load(config: EngineConfig) -> Backend:
 def run(config: ServerConfig, load: Callable[[], Backend]) -> int:
     """Serve until a signal or the engine's end.  -> the exit code."""
     logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("jaxserve.access").setLevel(logging.INFO)  # it has a flag of its own
     sys.setswitchinterval(SWITCH_INTERVAL)
     try:
         return asyncio.run(serve(config, load))
@@ -79,8 +80,12 @@ async def serve(config: ServerConfig, load: Callable[[], Backend]) -> int:
 
 def addresses(host: str, ports: Ports) -> str:
     host = f"[{host}]" if ":" in host else host
-    grpc = f"gRPC on {host}:{ports.grpc}"
-    return grpc if ports.http is None else f"{grpc}, HTTP on http://{host}:{ports.http}"
+    parts = [f"gRPC on {host}:{ports.grpc}"]
+    if ports.http is not None:
+        parts.append(f"HTTP on {'https' if ports.is_tls else 'http'}://{host}:{ports.http}")
+    if ports.metrics is not None:
+        parts.append(f"metrics on http://{host}:{ports.metrics}")
+    return ", ".join(parts)
 
 
 async def _first(*waits: Awaitable) -> asyncio.Future:

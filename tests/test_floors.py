@@ -33,6 +33,7 @@ FLOORS = {
     "jaxserve.drafts": 4,
     "jaxserve.programs": 5,
     "jaxserve.batch": 4,
+    "jaxserve.metrics": 4,
     "jaxserve.sched": 3,
     "jaxserve.text": 3,
     "jaxserve.models": 3,
@@ -49,7 +50,7 @@ FLOORS = {
 }
 HOST = (
     "jaxserve.sched", "jaxserve.text", "jaxserve.request", "jaxserve.constraints", "jaxserve.errors", "jaxserve.config",
-    "jaxserve.buckets", "jaxserve.chips",
+    "jaxserve.buckets", "jaxserve.chips", "jaxserve.metrics",
 )  # fmt: skip
 DEVICE = ("jaxserve.device", "jaxserve.models", "jaxserve.quant", "pallas_kernels")
 NEVER = {"torch", "transformers"}

@@ -11,11 +11,13 @@ from jaxserve.request import FinishReason
 
 @dataclass(slots=True)
 class Counters:
-    """Totals since the start; none ever falls."""
+    """Totals since the process began; none ever falls, so they outlive a scheduler."""
 
     steps: int = 0
+    sequences: int = 0  # accepted; at idle each has ended once
     prompt_tokens: int = 0  # of accepted requests, once per sample
     output_tokens: int = 0
+    prefix_query_tokens: int = 0  # prompt tokens that were looked up in the table, hits among them
     prefix_hit_tokens: int = 0  # prompt tokens taken from the table; never what a resumed sequence had before
     recomputed_tokens: int = 0  # positions computed again after a preemption
     prefill_tokens: int = 0  # positions that prefill calls computed

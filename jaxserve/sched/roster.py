@@ -17,10 +17,10 @@ from jaxserve.sched.sequence import SequenceState
 
 
 class Roster:
-    def __init__(self, config: SchedulerConfig):
+    def __init__(self, config: SchedulerConfig, counters: Counters):
         self.config = config
         self.pool = PagePool(config.num_pages)
-        self.counters = Counters()
+        self.counters = counters
         self.waiting = WaitingQueue(config.age_seconds)
         self.running: dict[int, SequenceState] = {}  # by number, in order of admission
         self.alive: dict[int, SequenceState] = {}  # by number, running and waiting
@@ -38,6 +38,8 @@ class Roster:
         self._admissions += 1
         sequence.admitted, sequence.slot = self._admissions, self.free_slots.pop()
         sequence.target = sequence.length
+        if self.config.prefix_reuse and not sequence.is_resumed:
+            self.counters.prefix_query_tokens += sequence.prompt_len
         found = self.count_hits(sequence)
         sequence.pages = [self.pool.share(key) for key in sequence.keys[:found]]
         sequence.pages += self.pool.allocate(-(-sequence.target // page_size) - found)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from jaxserve.config import SchedulerConfig
 from jaxserve.request import Chunk, ErrorCode, FinishReason, Request, RequestError, TokenLogprobs
-from jaxserve.sched.counters import SchedulerLoad
+from jaxserve.sched.counters import Counters, SchedulerLoad
 from jaxserve.sched.decode import DecodePlanner
 from jaxserve.sched.plan import Cut, Outcome, Plan, Row, RowOutcome
 from jaxserve.sched.prefill import PrefillPlanner
@@ -22,11 +22,12 @@ from jaxserve.sched.sequence import SequenceState
 class Scheduler:
     """Every accepted sequence ends exactly once, with one chunk that carries finish_reason and usage."""
 
-    def __init__(self, config: SchedulerConfig, eos_ids: tuple[int, ...]):
+    def __init__(self, config: SchedulerConfig, eos_ids: tuple[int, ...], counters: Counters | None = None):
+        """counters: to go on from; None = new ones."""
         _check_buckets(config)
         self.config = config
         self.eos_ids = eos_ids
-        self.roster = Roster(config)
+        self.roster = Roster(config, counters or Counters())
         self._decode = DecodePlanner(config, self.roster)
         self._prefill = PrefillPlanner(config, self.roster)
         self._requests: dict[str, list[SequenceState]] = {}  # id -> its living sequences
@@ -49,6 +50,7 @@ class Scheduler:
         self._requests[request.id] = sequences
         for sequence in sequences:
             self.roster.enlist(sequence)
+        self.roster.counters.sequences += len(sequences)
         self.roster.counters.prompt_tokens += len(request.prompt_ids) * len(sequences)
         if request.deadline is not None:
             self._next_deadline = min(self._next_deadline, request.deadline)

@@ -56,6 +56,7 @@ class Serving:
     process: subprocess.Popen
     grpc: str
     http: str  # base URL
+    metrics: str | None  # base URL
 
 
 @contextmanager
@@ -65,9 +66,9 @@ def serving_process(*stub_flags: str, flags: Sequence[str] = ()) -> Iterator[Ser
     process = start(["-m", "tests.server.run_stub", *stub_flags, "--", *ports, *flags])
     try:
         text = read_until(process.stderr, "answers gRPC on ")
-        while not (found := re.search(r"answers gRPC on (\S+), HTTP on (\S+)\n", text)):
+        while not (found := re.search(r"answers gRPC on (\S+), HTTP on ([^\s,]+)(?:, metrics on (\S+))?\n", text)):
             text += read_until(process.stderr, "\n")
-        yield Serving(process, found[1], found[2])
+        yield Serving(process, *found.groups())
     finally:
         process.kill()
         process.communicate()

@@ -22,6 +22,7 @@ def main() -> int:
     parser.add_argument("--per-step", type=int, default=1)
     parser.add_argument("--die-after", type=float, default=0.0)
     parser.add_argument("--stamped", action="store_true")
+    parser.add_argument("--hang-after", type=float, default=0.0)
     parser.add_argument("--answer", default=ANSWER)
     split = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     flags = parser.parse_args(sys.argv[1:split])
@@ -43,6 +44,8 @@ def main() -> int:
         engine.start()
         if flags.die_after:
             threading.Timer(flags.die_after, engine.die).start()
+        if flags.hang_after:
+            threading.Timer(flags.hang_after, engine.hang, (True,)).start()
         return engine
 
     return run(config, load)

@@ -30,6 +30,7 @@ class Served:
     loop: asyncio.AbstractEventLoop
     address: str
     http: str  # base URL; empty when the HTTP front is off
+    metrics: str  # base URL; empty when there is no such port
     channel: grpc.Channel
     stub: pb_grpc.GenerationStub
 
@@ -52,7 +53,10 @@ def serving(
 
     async def start() -> tuple[App, Ports]:
         asked = config or ServerConfig(http_port=-1)
-        app = App(replace(asked, port=0, http_port=min(asked.http_port, 0)), options=options)
+        app = App(
+            replace(asked, port=0, http_port=min(asked.http_port, 0), metrics_port=min(asked.metrics_port, 0)),
+            options=options,
+        )
         ports = await app.start()
         if engine is not None:
             engine.start()
@@ -61,10 +65,11 @@ def serving(
 
     app, ports = asyncio.run_coroutine_threadsafe(start(), loop).result(10)
     address = f"127.0.0.1:{ports.grpc}"
-    http = f"http://127.0.0.1:{ports.http}" if ports.http else ""
+    http = f"{'https' if ports.is_tls else 'http'}://127.0.0.1:{ports.http}" if ports.http else ""
+    metrics = f"http://127.0.0.1:{ports.metrics}" if ports.metrics else ""
     size = ("grpc.max_receive_message_length", 2**30), ("grpc.max_send_message_length", 2**30)
     with grpc.insecure_channel(address, options=size) as channel:
-        served = Served(app, loop, address, http, channel, pb_grpc.GenerationStub(channel))
+        served = Served(app, loop, address, http, metrics, channel, pb_grpc.GenerationStub(channel))
         try:
             yield served
         finally:

@@ -13,12 +13,15 @@ from pathlib import Path
 
 from jaxserve.config import EngineConfig
 from jaxserve.limits import check_request
+from jaxserve.metrics import Meter, Snapshot
 from jaxserve.request import Chunk, ErrorCode, FinishReason, Request, RequestError, TokenLogprobs, Usage
+from jaxserve.sched.counters import Counters, SchedulerLoad
 from jaxserve.streams import RequestHandle, hand_over
 from jaxserve.text.detokenize import Detokenizer
 
 IM_START, IM_END, BOS = 256, 257, 258
 VOCAB = 300
+PAGES = 64
 ANSWER = " Paris, naïve 🫠. The end."
 
 
@@ -81,7 +84,7 @@ class StubLoad:
     running: int
     waiting: int = 0
     slots: int = 32
-    pages_total: int = 64
+    pages_total: int = PAGES
 
 
 @dataclass
@@ -113,6 +116,8 @@ class StubEngine:
         self.info = StubInfo(max_len=max_len)
         self.requests: list[Request] = []  # every one that was accepted
         self.aborted: list[str] = []
+        self._counters = Counters()
+        self._meter = Meter()
         self._answer = [*answer.encode(), IM_END]
         self._step_seconds = step_seconds
         self._per_step = per_step
@@ -158,6 +163,9 @@ class StubEngine:
                 decoder = Detokenizer(self.tokenizer, stop=stop) if stop else None
                 self._sequences.append(Sequence_(request, index, decoder=decoder))
             self.requests.append(request)
+            self._meter.arrived(request, time.monotonic())
+            self._counters.sequences += request.params.n
+            self._counters.prompt_tokens += len(request.prompt_ids) * request.params.n
             self._changed.notify_all()
         return handle
 
@@ -195,6 +203,16 @@ class StubEngine:
     def load(self) -> StubLoad:
         return StubLoad(running=self.running)
 
+    def metrics(self) -> Snapshot:
+        load = SchedulerLoad(
+            running=self.running, waiting=0, slots=self.config.slots, pages_total=PAGES, pages_free=PAGES - self.running,
+            pages_cached=0, pages_held=self.running, totals=self._counters.copy(),
+        )  # fmt: skip
+        return Snapshot(
+            load=load, page_size=64, requests=len(self.requests), compiles=0, loop_cpu_seconds=0.0,
+            distributions=self._meter.read(),
+        )  # fmt: skip
+
     @property
     def is_draining(self) -> bool:
         return self._draining
@@ -202,6 +220,10 @@ class StubEngine:
     @property
     def is_healthy(self) -> bool:
         return self._failure is None and not self._is_hung
+
+    @property
+    def beat(self) -> float:
+        return 0.0 if self._is_hung else time.monotonic()
 
     @property
     def failure(self) -> BaseException | None:
@@ -275,6 +297,7 @@ class StubEngine:
         limit = self.info.max_len - len(sequence.request.prompt_ids)
         limit = limit if params.max_tokens is None else min(limit, params.max_tokens)
         first = not sequence.tokens
+        self._meter.admitted(sequence.request.id, sequence.index, time.monotonic())
         new: list[int] = []
         text, reason, stop_reason = None, None, None
         for _ in range(self._per_step):
@@ -299,6 +322,7 @@ class StubEngine:
                 text += sequence.decoder.flush()
         if self._is_stamped:
             text = f"{time.monotonic_ns()} "
+        self._counters.output_tokens += len(new)
         logprobs = None
         if params.logprobs is not None:
             logprobs = tuple(_entry(token, params.logprobs) for token in new)
@@ -326,6 +350,7 @@ class StubEngine:
         error: str | None = None,
     ) -> Chunk:
         self._sequences.remove(sequence)
+        self._counters.count_ending(reason)
         usage = Usage(
             prompt_tokens=len(sequence.request.prompt_ids),
             completion_tokens=len(sequence.tokens),
@@ -338,6 +363,7 @@ class StubEngine:
         return replace(chunk, finish_reason=reason, stop_reason=stop_reason, usage=usage, error=error, seed=seed)
 
     def _deliver(self, chunks: Sequence[Chunk]) -> None:
+        chunks = self._meter.told(chunks, time.monotonic())
         deliveries = [(self._handles[chunk.request_id], chunk) for chunk in chunks]
         open_ids = {sequence.request.id for sequence in self._sequences}
         for chunk in chunks:
