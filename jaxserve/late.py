@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from jaxserve.request import Chunk, FinishReason, SamplingParams, TokenMask
+from jaxserve.request import Chunk, FinishReason, Request, TokenMask
 from jaxserve.sched.plan import Cut, Outcome, Plan
 from jaxserve.sched.scheduler import Scheduler
 from jaxserve.text import Tokenizer
@@ -34,7 +34,7 @@ class StopStrings:
                 continue
             params = sequence.request.params
             key = (sequence.request.id, sequence.index)
-            decoder = self._decoders.get(key) or self._open(key, params)
+            decoder = self._decoders.get(key) or self._open(key, sequence.request)
             ending = sequence.ending(drawn.token_ids, None)
             token_ids = drawn.token_ids[: ending.keep]
             if ending.reason is FinishReason.STOP and not params.include_stop_str_in_output:
@@ -58,12 +58,14 @@ class StopStrings:
                 text += decoder.flush()
         return replace(chunk, text=text)
 
-    def _open(self, key: Key, params: SamplingParams) -> Detokenizer:
+    def _open(self, key: Key, request: Request) -> Detokenizer:
+        params = request.params
         decoder = Detokenizer(
             self._tokenizer,
             stop=params.stop,
             include_stop=params.include_stop_str_in_output,
             skip_special=params.skip_special_tokens,
+            shown_ids=request.shown_ids,
             min_tokens=params.min_tokens,
         )
         self._decoders[key] = decoder

@@ -148,7 +148,7 @@ class StubEngine:
             self._handles[request.id] = handle
             for index in range(request.params.n):
                 stop = request.params.stop
-                decoder = Detokenizer(self.tokenizer, stop=stop) if stop else None
+                decoder = Detokenizer(self.tokenizer, stop=stop, shown_ids=request.shown_ids) if stop else None
                 self._sequences.append(Sequence_(request, index, decoder=decoder))
             self.requests.append(request)
             self._changed.notify_all()
