@@ -98,7 +98,7 @@ class StubEngine:
     def __init__(
         self,
         *,
-        answer: str = ANSWER,
+        answer: str | Sequence[int] = ANSWER,
         step_seconds: float = 0.0002,
         max_len: int = 512,
         queue_limit: int = 64,
@@ -112,7 +112,7 @@ class StubEngine:
         self.info = StubInfo(max_len=max_len)
         self.requests: list[Request] = []  # every one that was accepted
         self.aborted: list[str] = []
-        self._answer = [*answer.encode(), IM_END]
+        self._answer = [*(answer.encode() if isinstance(answer, str) else answer), IM_END]
         self._step_seconds = step_seconds
         self._per_step = per_step
         self._is_paced = is_paced  # a step waits until every chunk of the one before has been taken: none are merged
