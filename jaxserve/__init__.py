@@ -11,10 +11,11 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from jaxserve.constraints import StructuredOutputs
     from jaxserve.llm import LLM, RequestOutput, Sample
     from jaxserve.request import RequestError, SamplingParams
 
-__all__ = ["LLM", "RequestError", "RequestOutput", "Sample", "SamplingParams"]
+__all__ = ["LLM", "RequestError", "RequestOutput", "Sample", "SamplingParams", "StructuredOutputs"]
 
 _HOMES = {
     "LLM": "jaxserve.llm",
@@ -22,6 +23,7 @@ _HOMES = {
     "Sample": "jaxserve.llm",
     "RequestError": "jaxserve.request",
     "SamplingParams": "jaxserve.request",
+    "StructuredOutputs": "jaxserve.constraints",
 }
 
 

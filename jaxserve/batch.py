@@ -99,12 +99,25 @@ def _row_flags(row: Row, flags: int) -> int:
     return flags
 
 
-def pack_masks(masks: dict[int, bytes], rows: int, vocab: int) -> np.ndarray:
-    """{row: mask words} -> [rows, ceil(V/32)] uint32; rows without a mask allow every id."""
-    packed = np.full((rows, -(-vocab // 32)), 0xFFFFFFFF, np.uint32)
+def pack_masks(masks: Mapping[int, np.ndarray], rows: int, positions: int, vocab: int) -> np.ndarray:
+    """{row: [positions or fewer, W] uint32} -> [rows, W] for one position, [rows, positions, W] for several.
+
+    A row without a mask allows every id; positions that a row's mask lacks allow none."""
+    packed = np.full((rows, positions, -(-vocab // 32)), 0xFFFFFFFF, np.uint32)
     for i, words in masks.items():
-        packed[i] = np.frombuffer(words, "<u4")
-    return packed
+        assert words.dtype == np.uint32, words.dtype
+        packed[i, : len(words)] = words
+        packed[i, len(words) :] = 0
+    return packed if positions > 1 else packed[:, 0]
+
+
+def read_drafts(call: Call, tokens: np.ndarray, count: np.ndarray) -> dict[int, list[int]]:
+    """tokens [rows_bucket, K], count [rows_bucket] int32 of `propose` -> the masked rows' drafts, by sequence."""
+    return {
+        row.sequence: tokens[i, : min(int(count[i]), row.q_len - 1)].tolist()
+        for i, row in enumerate(call.rows)
+        if row.masked
+    }
 
 
 def read_call(call: Call, drawn: np.ndarray, scored: dict[int, np.ndarray]) -> list[RowOutcome]:

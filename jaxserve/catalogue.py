@@ -153,7 +153,7 @@ class Catalogue:
             step = jit(partial(speculate.verify, self.model, **common), donate_argnums=1, out_shardings=forward_out)
             wanted[f"verify {rows}"] = (step, (weights, pool, slots, packed, proposed))
             step = jit(speculate.accept, donate_argnums=0, out_shardings=replicated)
-            logits, mask = array(rows, 1 + drafts, shape.vocab, dtype="float32"), self._mask(rows)
+            logits, mask = array(rows, 1 + drafts, shape.vocab, dtype="float32"), self._mask(rows, 1 + drafts)
             wanted[f"accept {rows}"] = (step, (slots, logits, array(rows), packed, mask, proposed))
         for rows, chunk in self.scheduler.prefill_buckets:
             packed = array(rows, self.packed_columns)
@@ -183,8 +183,8 @@ class Catalogue:
         steps = (f"decode {most}",) if self.draft is None else (f"propose {most}", f"verify {most}", f"accept {most}")
         return (*steps, f"prefill {rows}x{chunk}", f"sample {self.sample_buckets[-1]}")
 
-    def _mask(self, rows: int) -> jax.ShapeDtypeStruct:
-        return self._array(rows, self.mask_words, dtype="uint32")
+    def _mask(self, *rows: int) -> jax.ShapeDtypeStruct:
+        return self._array(*rows, self.mask_words, dtype="uint32")
 
     def _array(self, *shape: int, dtype: str = "int32") -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=self.replicated)

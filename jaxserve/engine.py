@@ -20,6 +20,7 @@ from jaxserve.runner import Runner
 from jaxserve.sched.scheduler import Scheduler
 from jaxserve.streams import RequestHandle, hand_over
 from jaxserve.text import Tokenizer
+from jaxserve.text.structured import Grammars
 
 log = logging.getLogger("jaxserve")
 
@@ -81,6 +82,7 @@ class Engine:
         self.tokenizer = tokenizer
         self._runner = runner
         self._scheduler_config = scheduler_config
+        self._grammars = Grammars(tokenizer, vocab=info.vocab)
         self._seeds = random.Random(config.seed)
         self._lock = threading.Lock()  # of the three below: submit and the loop both write them
         self._handles: dict[str, RequestHandle] = {}
@@ -113,14 +115,27 @@ class Engine:
         self._loop.inbox.put(End())
         self._thread.join()
         self._thread = None
+        self._grammars.close()
+
+    def prepare(self, request: Request) -> Request:
+        """The request with its grammar and bad words compiled: milliseconds to seconds, on the caller's thread.
+
+        RequestError as from `check`, or naming the field and the parser's reason."""
+        self.check(request)
+        return replace(request, make_mask=self._grammars.mask_factory(request.params) or request.make_mask)
 
     def submit(self, request: Request) -> RequestHandle:
-        """Queue a request.  RequestError when it cannot be served; else read its chunks from the handle."""
+        """Queue a request.  RequestError when it cannot be served; else read its chunks from the handle.
+
+        Who must not wait (an event loop) has it prepared elsewhere before; a request that is not is prepared here."""
         if self._failure is not None:
             raise RequestError(f"the engine has stopped: {self._failure}", code=ErrorCode.INTERNAL)
         if self._draining or self._thread is None:
             raise RequestError("the server is shutting down", code=ErrorCode.UNAVAILABLE)
-        self.check(request)
+        if request.make_mask is None:
+            request = self.prepare(request)
+        else:
+            self.check(request)
         if request.params.seed is None:
             request = replace(request, params=replace(request.params, seed=self._seeds.getrandbits(63)))
         with self._lock:

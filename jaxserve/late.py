@@ -4,13 +4,16 @@ Both follow a sequence's read output, so a dropped or preempted row needs no und
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from jaxserve.request import Chunk, FinishReason, Request, TokenMask
+from jaxserve.request import Chunk, FinishReason, MaskError, Request, TokenMask
 from jaxserve.sched.plan import Cut, Outcome, Plan
 from jaxserve.sched.scheduler import Scheduler
+from jaxserve.sched.sequence import SequenceState
 from jaxserve.text import Tokenizer
 from jaxserve.text.detokenize import Detokenizer
+from jaxserve.text.masks import MaskFiller, Words
 
 Key = tuple[str, int]  # request id, index
 
@@ -75,28 +78,41 @@ class StopStrings:
 class LateMasks:
     """The masks of the rows whose next token is constrained by their last one."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int):
+        """width: W, words of a mask."""
+        self._filler = MaskFiller(width)
         self._masks: dict[int, tuple[TokenMask, int]] = {}  # sequence -> its mask, output tokens it has seen
 
-    def words(self, plan: Plan, scheduler: Scheduler) -> dict[int, bytes]:
-        """-> sequence -> mask words, for the plan's masked rows that still live.  Called when all steps before the
-        plan's have been committed."""
-        words = {}
+    def words(self, plan: Plan, scheduler: Scheduler, drafts: Mapping[int, Sequence[int]]) -> dict[int, Words]:
+        """-> sequence -> [1 + drafts, W], the mask at each position, for the plan's masked rows that still live; zeros
+        from the first position that its drafts cannot reach.  A sequence that has no mask any more ends here.
+
+        drafts: sequence -> its drafts of this plan.  Called when all steps before the plan's have been committed."""
+        rows, asks = [], []
         for row in plan.rows:
-            if not row.masked or not row.takes_token:
-                continue
-            sequence = scheduler.current(row)
+            sequence = scheduler.current(row) if row.masked else None
             if sequence is None:
                 continue
-            words[row.sequence] = self._advanced(row.sequence, sequence).words()
+            try:
+                asks.append((self._advanced(row.sequence, sequence), drafts.get(row.sequence, ())))
+                rows.append(row)
+            except MaskError as error:
+                scheduler.fail(row, error.message, error.code)
+        words = {}
+        for row, filled in zip(rows, self._filler.fill(asks), strict=True):
+            if isinstance(filled, MaskError):
+                scheduler.fail(row, filled.message, filled.code)
+            else:
+                words[row.sequence] = filled
         return words
 
     def forget(self, ended: set[int]) -> None:
         for sequence in ended:
             self._masks.pop(sequence, None)
 
-    def _advanced(self, number: int, sequence) -> TokenMask:
+    def _advanced(self, number: int, sequence: SequenceState) -> TokenMask:
         make_mask = sequence.request.make_mask
+        assert make_mask is not None
         mask, seen = self._masks.get(number) or (make_mask(), 0)
         new = sequence.output[seen:]
         if new:

@@ -38,7 +38,7 @@ def check_request(
     _check_ids("allowed_token_ids", params.allowed_token_ids or (), vocab)
     _check_ids("banned_token_ids", params.banned_token_ids, vocab)
     _check_ids("stop_token_ids", params.stop_token_ids, vocab)
-    stops = set(params.stop_token_ids) | (set() if params.ignore_eos else set(eos_ids))
+    stops = set(params.stop_token_ids) | set(eos_ids if params.ends_at_eos else ())
     if params.allowed_token_ids is not None:
         never = set(params.banned_token_ids) | (stops if params.min_tokens else set())
         if set(params.allowed_token_ids) <= never:

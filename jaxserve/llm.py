@@ -115,11 +115,9 @@ class LLM:
 
     def _run(self, prompts: Sequence[tuple[int, ...]], params: Sequence[SamplingParams]) -> list[RequestOutput]:
         requests = [
-            Request(id=f"llm-{next(self._ids)}", prompt_ids=ids, params=each)
+            self.engine.prepare(Request(id=f"llm-{next(self._ids)}", prompt_ids=ids, params=each))
             for ids, each in zip(prompts, params, strict=True)
         ]
-        for request in requests:
-            self.engine.check(request)
         handles: list[RequestHandle] = []
         outputs: list[RequestOutput] = []
         try:

@@ -47,7 +47,7 @@ class Loop:
         self._runner = runner
         self._deliver = deliver
         self._stop_strings = StopStrings(tokenizer)
-        self._masks = LateMasks()
+        self._masks = LateMasks(runner.catalogue.mask_words)
         self._ended = False
 
     def run(self) -> None:
@@ -63,7 +63,9 @@ class Loop:
         pending = self._runner.dispatch(plan) if plan else None
         chunks = self._commit(unread) if unread else self.scheduler.drain()
         if pending and pending.plan.is_masked:
-            self._runner.sample(pending, self._masks.words(pending.plan, self.scheduler))
+            drafts = self._runner.drafts(pending)
+            self._runner.sample(pending, self._masks.words(pending.plan, self.scheduler, drafts))
+            chunks += self.scheduler.drain()  # of sequences that have no mask any more
         if chunks:
             self._deliver([self._stop_strings.finish(chunk) for chunk in chunks])
         self.beat = now

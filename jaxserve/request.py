@@ -12,42 +12,33 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from jaxserve.constraints import StructuredOutputs
+from jaxserve.errors import ErrorCode, RequestError
+
 MAX_LOGPROBS = 20
 MAX_SAMPLES = 128
 INT32_MAX = 2**31 - 1
-
-
-class ErrorCode(enum.Enum):
-    INVALID_ARGUMENT = "invalid_argument"
-    NOT_FOUND = "not_found"
-    ALREADY_EXISTS = "already_exists"
-    RESOURCE_EXHAUSTED = "resource_exhausted"
-    UNAVAILABLE = "unavailable"
-    DEADLINE_EXCEEDED = "deadline_exceeded"
-    CANCELLED = "cancelled"
-    INTERNAL = "internal"
-
-
-class RequestError(Exception):
-    """This caller's fault (or this caller's bad luck): a code that every front maps, one clear sentence, and the
-    name of the field at fault when there is one."""
-
-    def __init__(self, message: str, *, code: ErrorCode = ErrorCode.INVALID_ARGUMENT, field: str | None = None):
-        super().__init__(message)
-        self.code = code
-        self.message = message
-        self.field = field
 
 
 class FinishReason(enum.Enum):
     STOP = "stop"  # a stop id, a stop string or an end-of-sequence id
     LENGTH = "length"  # max_tokens or the context
     ABORT = "abort"  # the caller left, a deadline passed, the server drains
-    ERROR = "error"  # the engine's fault; Chunk.error says which
+    ERROR = "error"  # Chunk.error says which, and Chunk.error_code whose
+
+
+class MaskError(Exception):
+    """A mask has no token to allow, or cannot be worked out: its sequence ends, and nothing else."""
+
+    def __init__(self, message: str, *, code: ErrorCode = ErrorCode.INVALID_ARGUMENT):
+        super().__init__(message)
+        self.code = code
+        self.message = message
 
 
 class TokenMask(Protocol):
-    """Says which token may come next, from the tokens so far (a grammar, bad words).  Driven by the engine's loop."""
+    """Says which token may come next, from the tokens so far (a grammar, bad words).  Driven by the engine's loop;
+    its methods may raise MaskError."""
 
     def advance(self, token_ids: Sequence[int]) -> None:
         """These tokens were generated."""
@@ -81,6 +72,15 @@ def _ids(name: str, ids: Sequence[int]) -> tuple[int, ...]:
     return tuple(dict.fromkeys(ids))
 
 
+def _bad_words(words: Sequence[str]) -> tuple[str, ...]:
+    if isinstance(words, str):
+        raise RequestError("bad_words must be a list of texts", field="bad_words")
+    for word in words:
+        if not isinstance(word, str) or not word.strip():
+            raise RequestError("bad_words must hold texts that are not blank", field="bad_words")
+    return tuple(dict.fromkeys(words))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How to draw one request's tokens.  Names and ranges follow vLLM's SamplingParams.
@@ -88,6 +88,8 @@ class SamplingParams:
     The order of the rules: penalties, bias, allowed / banned ids and `min_tokens`; temperature; min-p; top-k; top-p.
     `max_tokens=None` means as many as the context allows.  `temperature=0` is greedy.  `top_k` 0 or -1 is off.
     Logprobs are those of the model (log-softmax of the raw logits), before any rule.
+    With `structured_outputs`, `ignore_eos` and `min_tokens` hold the end back for as long as the answer may go on;
+    when nothing but the end is left, the answer ends.
     Raises RequestError naming the field and the limits.
     """
 
@@ -115,6 +117,8 @@ class SamplingParams:
     detokenize: bool = True
     skip_special_tokens: bool = True
     speculate: bool = True  # False: no drafts for this request; they change no token, only the time it takes
+    bad_words: Sequence[str] = ()  # texts whose last token is never drawn behind the others
+    structured_outputs: StructuredOutputs | None = None  # what the whole answer must match
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None:
@@ -147,7 +151,14 @@ class SamplingParams:
         for name in ("include_stop_str_in_output", "ignore_eos", "detokenize", "skip_special_tokens", "speculate"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name} must be true or false, got {getattr(self, name)!r}", field=name)
+        if not isinstance(self.structured_outputs, StructuredOutputs | None):
+            raise RequestError("structured_outputs must be a StructuredOutputs", field="structured_outputs")
         self._normalise()
+
+    @property
+    def ends_at_eos(self) -> bool:
+        """A structured answer ends with its grammar, and that end is an end-of-sequence id, ignored or not."""
+        return not self.ignore_eos or self.structured_outputs is not None
 
     def _normalise(self) -> None:
         put = object.__setattr__
@@ -167,6 +178,7 @@ class SamplingParams:
         if stop and not self.detokenize:
             raise RequestError("stop strings need detokenize=True", field="stop")
         put(self, "stop", stop)
+        put(self, "bad_words", _bad_words(self.bad_words))
         put(self, "top_k", 0 if self.top_k == -1 else self.top_k)
 
 
@@ -181,7 +193,7 @@ class Request:
     priority: int = 0  # higher goes first
     cache_salt: str = ""  # prefixes are shared only between requests of one salt
     deadline: float | None = None  # on the engine's clock (time.monotonic seconds); past it the request is aborted
-    make_mask: Callable[[], TokenMask] | None = None  # one mask object per sequence
+    make_mask: Callable[[], TokenMask] | None = None  # one mask object per sequence; made by `Engine.prepare`
     shown_ids: frozenset[int] = frozenset()  # special tokens that the text shows although it skips special tokens
 
 
@@ -228,4 +240,5 @@ class Chunk:
     stop_reason: int | str | None = None  # the stop id or stop string that matched; None for end of sequence
     usage: Usage | None = None
     error: str | None = None
+    error_code: ErrorCode = ErrorCode.INTERNAL  # of `error`: whose fault it was
     seed: int | None = None  # the request's seed (given or drawn), in the last chunk

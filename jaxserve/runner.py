@@ -33,6 +33,10 @@ class _PendingCall:
     proposed: Proposed | None = None  # of a verify call
     drawn: Array | None = None  # what `sample` or `accept` returned, once it has been dispatched
 
+    @property
+    def is_masked(self) -> bool:
+        return any(row.masked for row in self.call.rows)
+
     def outcomes(self):
         assert self.drawn is not None, "the sampler of this call was not dispatched"
         scored = {
@@ -46,7 +50,8 @@ class _PendingCall:
 
 @dataclass(slots=True)
 class Pending:
-    """A dispatched plan.  If `plan.is_masked`, `Runner.sample(pending, masks)` must follow."""
+    """A dispatched plan.  If `plan.is_masked`, `Runner.sample(pending, masks)` must follow: the calls with masked rows
+    wait for it."""
 
     plan: Plan
     calls: list[_PendingCall] = field(default_factory=list)  # in the order of plan.rows
@@ -67,7 +72,7 @@ class Runner:
         self.pool: KVPool = catalogue.new_pool()
         self.slots: SlotState = catalogue.new_slots()
         self._draft_params = catalogue.draft.weights(params) if catalogue.draft else {}
-        self._no_mask = {rows: self._full_mask(rows) for rows in catalogue.row_buckets}
+        self._no_mask: dict[tuple[int, int], Array] = {}  # (rows, positions) -> every id allowed
         self._flags: dict[int, int] = {}  # slot -> sampler flags of its owner
 
     def warm_up(self) -> tuple[float, ...]:
@@ -85,9 +90,6 @@ class Runner:
     def _vocab(self) -> int:
         return self.catalogue.model.shape.vocab
 
-    def _full_mask(self, rows: int) -> Array:
-        return jax.device_put(batch.pack_masks({}, rows, self._vocab), self.catalogue.replicated)
-
     def _time_prefill(self, rows: int, chunk: int) -> float:
         """The first run of a program also pays for its memory, and a busy machine may slow any: the best of three."""
         return min(self._time_call(Call((), rows, chunk), is_decode=False) for _ in range(3))
@@ -103,7 +105,7 @@ class Runner:
         return time.perf_counter() - began
 
     def dispatch(self, plan: Plan) -> Pending:
-        """Enqueue the plan: slot loads, forward calls and, unless a row waits for a late mask, their samplers."""
+        """Enqueue the plan: slot loads, forward calls and the samplers of those in which no row waits for a mask."""
         for load in plan.loads:
             self._flags[load.slot] = batch.sampler_flags(load.params)
             self.slots = self.programs["load"](self.slots, batch.pack_load(load, self.catalogue.slot_shape))
@@ -111,15 +113,27 @@ class Runner:
         decode = self._forward(plan.decode, self._pack(plan.decode), is_decode=True) if plan.decode else None
         prefill = self._forward(plan.prefill, self._pack(plan.prefill), is_decode=False) if plan.prefill else None
         pending = Pending(plan, [call for call in (prefill, decode) if call])
-        if not plan.is_masked:
-            self.sample(pending, {})
+        for call in reversed(pending.calls):
+            if not call.is_masked:
+                self._sample(call, {})
         return pending
 
-    def sample(self, pending: Pending, masks: Mapping[int, bytes]) -> None:
-        """Enqueue the samplers of a dispatched plan.  masks: sequence -> mask words."""
+    def drafts(self, pending: Pending) -> dict[int, list[int]]:
+        """sequence -> the drafts of its masked row.  Waits for `propose` alone: the forward call computes meanwhile."""
+        drafts: dict[int, list[int]] = {}
+        for call in pending.calls:
+            if call.is_masked and call.proposed is not None:
+                drafts |= batch.read_drafts(
+                    call.call, np.asarray(call.proposed.tokens), np.asarray(call.proposed.count)
+                )
+        return drafts
+
+    def sample(self, pending: Pending, masks: Mapping[int, np.ndarray]) -> None:
+        """Enqueue the samplers that waited.  masks: sequence -> [1 + drafts, W]; a row without one has ended."""
         for call in reversed(pending.calls):
-            rows = {i: masks[row.sequence] for i, row in enumerate(call.call.rows) if row.sequence in masks}
-            self._sample(call, rows)
+            if call.is_masked:
+                rows = {i: masks[row.sequence] for i, row in enumerate(call.call.rows) if row.sequence in masks}
+                self._sample(call, rows)
 
     def _pack(self, call: Call) -> np.ndarray:
         return batch.pack_call(
@@ -157,12 +171,21 @@ class Runner:
             blocks.append((first - begin, self.programs[f"score {total}"](self.params, hidden, self.slots, where)))
         return blocks
 
-    def _sample(self, pending: _PendingCall, masks: Mapping[int, bytes]) -> None:
-        rows = pending.call.rows_bucket
-        mask = batch.pack_masks(dict(masks), rows, self._vocab) if masks else self._no_mask[rows]
+    def _sample(self, pending: _PendingCall, masks: Mapping[int, np.ndarray]) -> None:
+        rows, positions = pending.call.rows_bucket, 1
         forwarded, name, drafts = pending.forwarded, f"sample {rows}", ()
         if pending.proposed is not None:
+            positions += pending.proposed.tokens.shape[1]
             name, drafts = f"accept {rows}", (pending.proposed,)
+        mask = self._pack_masks(masks, rows, positions)
         pending.drawn, self.slots = self.programs[name](
             self.slots, forwarded.logits, forwarded.kv_len, pending.packed, mask, *drafts
         )
+
+    def _pack_masks(self, masks: Mapping[int, np.ndarray], rows: int, positions: int) -> np.ndarray | Array:
+        if masks:
+            return batch.pack_masks(masks, rows, positions, self._vocab)
+        if (rows, positions) not in self._no_mask:
+            every = batch.pack_masks({}, rows, positions, self._vocab)
+            self._no_mask[rows, positions] = jax.device_put(every, self.catalogue.replicated)
+        return self._no_mask[rows, positions]

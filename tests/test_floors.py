@@ -39,12 +39,17 @@ FLOORS = {
     "jaxserve.quant": 1,
     "jaxserve.buckets": 1,
     "jaxserve.request": 0,
+    "jaxserve.constraints": 0,
+    "jaxserve.errors": 0,
     "jaxserve.config": 0,
     "jaxserve.chips": 0,
     "checkpoints": 0,
     "pallas_kernels": 0,
 }
-HOST = ("jaxserve.sched", "jaxserve.text", "jaxserve.request", "jaxserve.config", "jaxserve.buckets", "jaxserve.chips")
+HOST = (
+    "jaxserve.sched", "jaxserve.text", "jaxserve.request", "jaxserve.constraints", "jaxserve.errors", "jaxserve.config",
+    "jaxserve.buckets", "jaxserve.chips",
+)  # fmt: skip
 DEVICE = ("jaxserve.device", "jaxserve.models", "jaxserve.quant", "pallas_kernels")
 NEVER = {"torch", "transformers"}
 

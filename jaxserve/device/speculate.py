@@ -9,6 +9,7 @@ or none, and a draft needs no probabilities."""
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 import jax
@@ -145,20 +146,23 @@ def accept(
 ) -> tuple[Array, SlotState]:
     """Draw each row's tokens up to and including the first that is not its draft, and write them to its slot.
 
-    logits [R, K+1, V], kv_len [R] of `verify`; mask [R, V/32] uint32 binds a row's first draw, and a row with a mask
-    has no drafts -> drawn [R, 1 + (K+1) * DRAWN_WIDTH] int32 (drafts verified, then the draws), slots."""
+    logits [R, K+1, V], kv_len [R] of `verify`; mask [R, K+1, V/32] uint32 (read where a row has RowFlag.MASK): a row
+    ends before a position that allows nothing
+    -> drawn [R, 1 + (K+1) * DRAWN_WIDTH] int32 (drafts verified, then the draws), slots."""
     flags, scrap = packed[:, 3], slots.length.shape[0] - 1
     start = slots.kv_len[packed[:, 0]]
     q_len = jnp.where((flags & RowFlag.TAKES_TOKEN) > 0, jnp.maximum(kv_len - start, 0), 0)
     slot = jnp.where(q_len > 0, packed[:, 0], scrap)
     queries = logits.shape[1]
     drafts = jnp.pad(proposed.tokens, ((0, 0), (0, 1)), constant_values=-1)
+    is_open = jnp.any(mask != 0, axis=2) | ((flags & RowFlag.MASK) == 0)[:, None]  # [R, K+1]
 
     def step(carry, i):
         rows, agrees = carry
-        takes = agrees & (i < q_len)
-        drawn = sampling.draw(lax.dynamic_index_in_dim(logits, i, 1, keepdims=False), rows, mask, flags)
-        draft = lax.dynamic_index_in_dim(drafts, i, 1, keepdims=False)
+        at_position = partial(lax.dynamic_index_in_dim, index=i, axis=1, keepdims=False)
+        takes = agrees & (i < q_len) & at_position(is_open)
+        drawn = sampling.draw(at_position(logits), rows, at_position(mask), flags)
+        draft = at_position(drafts)
         rows = sampling.record(rows, drawn.token, takes)
         return (rows, takes & (drawn.token == draft) & ~drawn.is_nan), (drawn.token, takes, pack_drawn(drawn, takes))
 

@@ -38,7 +38,7 @@ class DecodePlanner:
                 continue
             room = sequence.limit - sequence.shortest
             if room > 0:
-                ready.append((sequence, min(self.queries if sequence.speculates else 1, room)))
+                ready.append((sequence, min(self.queries if sequence.request.params.speculate else 1, room)))
         return ready
 
     def _missing(self, sequence: SequenceState, q_len: int) -> int:

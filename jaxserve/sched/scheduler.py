@@ -91,6 +91,12 @@ class Scheduler:
             self._ended.append(self._end(sequence, FinishReason.ERROR, error=error))
         return self.drain()
 
+    def fail(self, row: Row, error: str, code: ErrorCode) -> None:
+        """Ends the sequence of a planned row; its last chunk comes like an abort's."""
+        sequence = self.current(row)
+        if sequence is not None:
+            self._ended.append(self._end(sequence, FinishReason.ERROR, error=error, error_code=code))
+
     def drain(self) -> list[Chunk]:
         """Last chunks of what ended outside a commit: aborts, deadlines, a pool that is too small."""
         ended, self._ended = self._ended, []
@@ -189,6 +195,7 @@ class Scheduler:
         logprobs: tuple[TokenLogprobs, ...] | None = None,
         stop_reason: int | str | None = None,
         error: str | None = None,
+        error_code: ErrorCode = ErrorCode.INTERNAL,
     ) -> Chunk:
         self.roster.remove(sequence)
         siblings = self._requests[sequence.request.id]
@@ -207,6 +214,7 @@ class Scheduler:
             stop_reason=stop_reason,
             usage=sequence.usage(),
             error=error,
+            error_code=error_code,
             seed=sequence.request.params.seed,
         )
 

@@ -67,7 +67,8 @@ class SequenceState:
         params, prompt_len = request.params, len(request.prompt_ids)
         assert params.seed is not None, "the engine seeds a request before it is added"
         most = config.max_len - prompt_len
-        eos = frozenset(() if params.ignore_eos else eos_ids)
+        eos = frozenset(eos_ids if params.ends_at_eos else ())
+        held_back = 0 if params.structured_outputs is not None else params.min_tokens  # by the mask, if there is one
         owes = params.prompt_logprobs is not None
         made = [
             SequenceState(
@@ -77,7 +78,7 @@ class SequenceState:
                 arrival=now,
                 seed=child_seed(params.seed, index),
                 limit=prompt_len + (most if params.max_tokens is None else min(params.max_tokens, most)),
-                min_len=prompt_len + params.min_tokens,
+                min_len=prompt_len + held_back,
                 eos_ids=eos,
                 stop_ids=eos | frozenset(params.stop_token_ids),
                 root=root_key(request.cache_salt),
@@ -105,11 +106,6 @@ class SequenceState:
     @property
     def is_prefilling(self) -> bool:
         return self.computed < self.target
-
-    @property
-    def speculates(self) -> bool:
-        """A mask that follows the newest token cannot be known for drafts, so such a row goes without."""
-        return self.request.params.speculate and self.request.make_mask is None
 
     @property
     def shortest(self) -> int:

@@ -77,7 +77,7 @@ def test_accepted_text_has_the_targets_distribution(seed: int, kind: str) -> Non
     packed = np.zeros((rows, HEAD + 1), np.int32)
     packed[:, 0], packed[:, 1] = range(rows), drafts + 1
     packed[:, 3] = RowFlag.TAKES_TOKEN | RowFlag.SAMPLED | RowFlag.TRUNCATED
-    mask = np.zeros((rows, 1), np.uint32)
+    mask = np.zeros((rows, drafts + 1, 1), np.uint32)
     step = jax.jit(accept)
     counts = np.zeros((drafts + 1, vocab))
     for _ in range(rounds):
@@ -167,7 +167,7 @@ def test_the_device_stops_at_a_rows_limit_whatever_it_is_asked_for() -> None:
     forwarded, _ = verify(Target(), {}, pool, slots, packed, proposed, backend="xla", mesh=mesh)
     assert forwarded.kv_len.tolist() == [11, 0, 13]
     assert int(seen[0].max(1)[0]) == 10, "a position past the limit"
-    drawn, slots = accept(slots, forwarded.logits, forwarded.kv_len, packed, np.zeros((3, 2), np.uint32), proposed)
+    drawn, slots = accept(slots, forwarded.logits, forwarded.kv_len, packed, np.zeros((3, 4, 2), np.uint32), proposed)
     assert slots.length.tolist()[:3] == [12, 10, 14]
     assert slots.kv_len.tolist()[:3] == [11, 9, 13]
     assert drawn[:, 0].tolist() == [1, 0, 3]
