@@ -6,11 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from jaxserve.constraints import StructuredOutputs
 from jaxserve.request import Chunk, FinishReason, Request, RequestError
 from jaxserve.text import Tokenizer
 from jaxserve.text.chat import takes_tools
 from jaxserve.text.tool_calls import CallDelta, ToolCallParser
 from jaxserve.text.tool_forms import FORMS, ToolForm, form_of
+from jaxserve.text.tool_grammar import tool_grammar
 from jaxserve.text.tools import MAX_TOOLS, Tool, ToolChoice, choice_of, tools_of
 from server.json_types import Field, Json, boolean
 
@@ -98,9 +100,17 @@ class ToolUse:
         return [tool.spec for tool in self.tools]
 
     def constrain(self, request: Request, tokenizer: Tokenizer) -> Request:
-        if self.choice.mode == "required":
-            raise RequestError("tool_choice must be auto or none: calls cannot be required yet", field="tool_choice")
-        return replace(request, shown_ids=self.form.marker_ids(tokenizer))
+        """The request with the grammar of its answer; RequestError when it asks for another one, too."""
+        params = request.params
+        if params.structured_outputs is not None:
+            if self.choice.mode != "none":
+                name = params.structured_outputs.name
+                raise RequestError(f"{name} goes with tools only if tool_choice is none", field=name)
+            return request
+        grammar = tool_grammar(self.form, tokenizer, self.tools, self.choice, parallel=self.parallel)
+        structured = StructuredOutputs(grammar=grammar, asked_as="tools")
+        shown = self.form.marker_ids(tokenizer)
+        return replace(request, params=replace(params, structured_outputs=structured), shown_ids=shown)
 
     def reader(self) -> AnswerReader | None:
         """What finds the calls in one sample; None when there can be none."""
