@@ -8,6 +8,7 @@ Exit codes: 0 answered, 1 the server or the request failed (one sentence on stde
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -106,6 +107,14 @@ def make_parser() -> argparse.ArgumentParser:
     for name in ("stop-token-ids", "allowed-token-ids", "banned-token-ids"):
         group.add_argument(f"--{name}", type=ids_of, metavar="IDS", help="token ids, separated by commas")
     group.add_argument("--logit-bias", type=biases_of, metavar="ID=BIAS,...", help="added to these tokens' logits")
+    group.add_argument("--bad-words", action="append", help="a text that is never written; may be repeated")
+    group.add_argument(
+        "--structured-outputs",
+        type=structured_of,
+        metavar="JSON",
+        help='what the answer must match, one of {"json": SCHEMA}, {"regex": ...}, {"choice": [...]}, {"grammar": ...},'
+        ' {"json_object": true}',
+    )
     return parser
 
 
@@ -116,6 +125,13 @@ def ids_of(text: str) -> list[int]:
 def biases_of(text: str) -> dict[int, float]:
     pairs = (part.split("=") for part in text.replace(",", " ").split())
     return {int(token_id): float(bias) for token_id, bias in pairs}
+
+
+def structured_of(text: str) -> pb.StructuredOutputs:
+    given = json.loads(text)
+    if isinstance(given, dict) and isinstance(given.get("json"), dict):
+        given["json"] = json.dumps(given["json"])
+    return pb.StructuredOutputs(**given)
 
 
 def request_of(flags: argparse.Namespace) -> pb.GenerateRequest:

@@ -206,7 +206,7 @@ class Ending:
         self._deadline = requests[0].deadline  # one call, one deadline
         self._backend = backend
         self._open = sum(request.params.n for request in requests)
-        self._error: str | None = None
+        self._error: RequestError | None = None
         self._is_aborted = False
 
     @property
@@ -218,13 +218,13 @@ class Ending:
             return
         self._open -= 1
         if chunk.finish_reason is FinishReason.ERROR:
-            self._error = chunk.error or "the request failed"
+            self._error = RequestError(chunk.error or "the request failed", code=chunk.error_code)
         self._is_aborted |= chunk.finish_reason is FinishReason.ABORT
 
     def raise_for_status(self) -> None:
         """RequestError unless every sample so far ended by a stop or by its length."""
         if self._error is not None:
-            raise RequestError(self._error, code=ErrorCode.INTERNAL)
+            raise self._error
         if not self._is_aborted:
             return
         if self._deadline is not None and time.monotonic() >= self._deadline:

@@ -67,11 +67,14 @@ class GenerationService(pb_grpc.GenerationServicer):
         request_id = message.id or secrets.token_hex(16)
 
         def translate() -> Request:
-            return request_of(
-                message, request_id=request_id, deadline=deadline, tokenizer=backend.tokenizer, limits=limits
+            return backend.prepare(
+                request_of(
+                    message, request_id=request_id, deadline=deadline, tokenizer=backend.tokenizer, limits=limits
+                )
             )
 
-        if message.WhichOneof("prompt") == "token_ids" and message.ByteSize() < SMALL_MESSAGE:
+        is_plain = not message.params.bad_words and not message.params.HasField("structured_outputs")
+        if is_plain and message.WhichOneof("prompt") == "token_ids" and message.ByteSize() < SMALL_MESSAGE:
             self._calls.check_free(request_id)
             return translate()
         return await self._calls.prepare(request_id, translate)

@@ -11,6 +11,7 @@ import logging
 import secrets
 import time
 from collections.abc import Coroutine
+from dataclasses import replace
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -97,7 +98,7 @@ class GenerateResponse(Response):
 def _translate(
     raw: bytes, kind: Kind, call_id: str, backend: Backend, limits: Limits, now: float, parser: str
 ) -> Asked:
-    return asked_of(
+    asked = asked_of(
         load_json(raw, "the body"),
         kind,
         request_id=call_id,
@@ -107,6 +108,7 @@ def _translate(
         now=now,
         tool_parser=parser,
     )
+    return replace(asked, requests=tuple(backend.prepare(request) for request in asked.requests))
 
 
 def model_names(backend: Backend) -> list[str]:

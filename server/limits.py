@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass
 
+from jaxserve.constraints import MAX_SPEC_BYTES
 from jaxserve.request import MAX_LOGPROBS, MAX_SAMPLES, RequestError
 from server.args import MIB, ServerConfig
 from server.backend import Backend
@@ -16,6 +17,8 @@ MAX_ID_BYTES = 256
 MAX_STOP_STRINGS = 32
 MAX_STOP_STRING_BYTES = 1024
 MAX_CHAT_MESSAGES = 4096
+MAX_BAD_WORDS = 128
+MAX_BAD_WORD_BYTES = 1024
 MAX_PROMPTS = 1024
 MAX_TIMEOUT = 86_400  # seconds
 
@@ -37,6 +40,9 @@ class Limits:
     max_stop_strings: int = MAX_STOP_STRINGS
     max_stop_string_bytes: int = MAX_STOP_STRING_BYTES
     max_chat_messages: int = MAX_CHAT_MESSAGES
+    max_bad_words: int = MAX_BAD_WORDS
+    max_bad_word_bytes: int = MAX_BAD_WORD_BYTES
+    max_structured_bytes: int = MAX_SPEC_BYTES  # of a schema, a grammar, a regular expression, or all choices
 
     @staticmethod
     def of(config: ServerConfig, backend: Backend) -> Limits:
@@ -58,15 +64,17 @@ class Limits:
             "logit_bias": self.max_logit_bias,
             "banned_token_ids": self.max_logit_bias,
             "allowed_token_ids": self.max_allowed_ids,
+            "bad_words": self.max_bad_words,
         }
         for name, width in widths.items():
             value = params.get(name)
             if isinstance(value, Sized) and len(value) > width:
                 raise RequestError(f"{name} has {len(value)} entries, this server takes {width}", field=name)
-        stops = params.get("stop")
-        if isinstance(stops, Sequence):
-            for text in stops:
-                check_bytes("stop", text, self.max_stop_string_bytes)
+        for name, size in (("stop", self.max_stop_string_bytes), ("bad_words", self.max_bad_word_bytes)):
+            value = params.get(name)
+            if isinstance(value, Sequence):
+                for text in value:
+                    check_bytes(name, text, size)
 
     def check_prompt_len(self, field: str, count: int) -> None:
         """The engine says the same of every prompt; this one comes before a long list is copied."""

@@ -24,6 +24,7 @@ from server.json_types import (
     wrong,
 )  # fmt: skip
 from server.limits import MAX_TIMEOUT
+from server.openai_structured import RESPONSE_FORMAT, STRUCTURED
 from server.openai_tools import TOOL_CALLS, TOOL_FIELDS
 
 Kind = Literal["completion", "chat"]
@@ -149,6 +150,7 @@ SAMPLING: Mapping[str, Field] = {
     "skip_special_tokens": BOOLEAN,
     "speculate": BOOLEAN,
     "prompt_logprobs_start": COUNT,
+    **STRUCTURED,
 }
 COMMON: Mapping[str, Field] = {
     **SAMPLING,
@@ -165,6 +167,7 @@ COMMON: Mapping[str, Field] = {
     "return_token_ids": BOOLEAN,
     "timeout": Field(seconds, {"type": "number", "exclusiveMinimum": 0, "maximum": MAX_TIMEOUT}),
     "user": TEXT,
+    "response_format": RESPONSE_FORMAT,
 }
 FIELDS: Mapping[Kind, Mapping[str, Field]] = {
     "completion": {

@@ -14,6 +14,7 @@ from jaxserve.text import Tokenizer
 from server.json_types import Json, quote
 from server.limits import MAX_PROMPTS, Limits, check_bytes
 from server.openai_fields import FIELDS, SAMPLING, Kind, Prompt, checked
+from server.openai_structured import structured_of
 from server.openai_tools import ToolUse, tool_use_of
 from server.prompts import chat_ids, text_ids
 
@@ -107,6 +108,7 @@ def check_model(values: Mapping[str, Any], models: Sequence[str]) -> None:
 
 def _params(values: Mapping[str, Any], kind: Kind, limits: Limits) -> SamplingParams:
     same: dict[str, Any] = {name: values[name] for name in SAMPLING if name in values}
+    same["structured_outputs"] = structured_of(values)
     limits.check_lists(same)
     prompt_logprobs = values.get("prompt_logprobs")
     if kind == "chat":

@@ -12,6 +12,7 @@ from typing import Any
 from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
+from jaxserve.constraints import StructuredOutputs
 from jaxserve.request import Chunk, FinishReason, Request, RequestError, SamplingParams, TokenLogprobs
 from jaxserve.text import Tokenizer
 from jaxserve.text.tool_forms import form_of
@@ -60,6 +61,9 @@ def _plain(value):
     """A protobuf container as a plain dict or tuple."""
     if isinstance(value, int | float | str):
         return value
+    if isinstance(value, pb.StructuredOutputs):
+        refuse_unknown(value, "structured_outputs")
+        return StructuredOutputs(**{descriptor.name: _plain(each) for descriptor, each in value.ListFields()})
     return dict(value) if isinstance(value, Mapping) else tuple(value)
 
 

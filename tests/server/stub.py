@@ -159,6 +159,10 @@ class StubEngine:
             self._changed.notify_all()
         return handle
 
+    def prepare(self, request: Request) -> Request:
+        self.check(request)
+        return request
+
     def check(self, request: Request) -> None:
         check_request(
             request, vocab=VOCAB, max_len=self.info.max_len, eos_ids=self.tokenizer.eos_ids, config=self.config

@@ -46,6 +46,7 @@ def test_every_sampling_field_has_a_flag_that_reaches_the_server(served: Served,
         "min-p": "0.05", "presence-penalty": "0.5", "frequency-penalty": "-0.25", "repetition-penalty": "1.1",
         "logit-bias": "7=-1.5,8=2", "allowed-token-ids": "1,2,32", "banned-token-ids": "3", "seed": "-1", "stop": "END",
         "stop-token-ids": "4,5", "logprobs": "1", "prompt-logprobs": "0", "prompt-logprobs-start": "1",
+        "bad-words": "no", "structured-outputs": '{"json": {"type": "integer"}}',
     }  # fmt: skip
     switches = [
         "--include-stop-str-in-output",
@@ -79,6 +80,7 @@ def test_every_sampling_field_has_a_flag_that_reaches_the_server(served: Served,
     assert (params.logprobs, params.prompt_logprobs, params.prompt_logprobs_start) == (1, 0, 1)
     assert params.include_stop_str_in_output and params.ignore_eos and params.detokenize
     assert not params.skip_special_tokens and not params.speculate
+    assert params.bad_words == ("no",) and params.structured_outputs.json == '{"type":"integer"}'
     assert "--- 0 ---" in result.stdout and "--- 1 ---" in result.stdout
     assert result.stderr.count("token 0:") == 9 and "prompt 0:" in result.stderr
 

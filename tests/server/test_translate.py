@@ -9,6 +9,7 @@ import math
 import pytest
 from google.protobuf.descriptor import FieldDescriptor
 
+from jaxserve.constraints import StructuredOutputs
 from jaxserve.request import Chunk, FinishReason, RequestError, SamplingParams, TokenLogprobs, Usage
 from jaxserve.text.chat import render_chat
 from server.args import ServerConfig
@@ -47,6 +48,8 @@ CHANGED = {
     "detokenize": False,
     "skip_special_tokens": False,
     "speculate": False,
+    "bad_words": ("no", "never"),
+    "structured_outputs": {"regex": "a+"},
 }
 
 
@@ -62,7 +65,8 @@ def test_the_proto_has_exactly_the_fields_of_sampling_params() -> None:
 @pytest.mark.parametrize("name", CHANGED)
 def test_every_sampling_field_has_its_effect_and_no_other(name: str) -> None:
     params = params_of(pb.SamplingParams(**{name: CHANGED[name]}), LIMITS)
-    assert params == dataclasses.replace(SamplingParams(), **{name: CHANGED[name]})
+    wanted = StructuredOutputs(regex="a+") if name == "structured_outputs" else CHANGED[name]
+    assert params == dataclasses.replace(SamplingParams(), **{name: wanted})
     assert params != SamplingParams()
 
 

@@ -69,7 +69,7 @@ class ChatMessage(_message.Message):
     def __init__(self, role: _Optional[str] = ..., content: _Optional[str] = ..., name: _Optional[str] = ..., tool_call_id: _Optional[str] = ..., tool_calls: _Optional[str] = ...) -> None: ...
 
 class SamplingParams(_message.Message):
-    __slots__ = ("max_tokens", "min_tokens", "n", "temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids", "banned_token_ids", "seed", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "logprobs", "prompt_logprobs", "prompt_logprobs_start", "detokenize", "skip_special_tokens", "speculate")
+    __slots__ = ("max_tokens", "min_tokens", "n", "temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids", "banned_token_ids", "seed", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "logprobs", "prompt_logprobs", "prompt_logprobs_start", "detokenize", "skip_special_tokens", "speculate", "bad_words", "structured_outputs")
     class LogitBiasEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -101,6 +101,8 @@ class SamplingParams(_message.Message):
     DETOKENIZE_FIELD_NUMBER: _ClassVar[int]
     SKIP_SPECIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SPECULATE_FIELD_NUMBER: _ClassVar[int]
+    BAD_WORDS_FIELD_NUMBER: _ClassVar[int]
+    STRUCTURED_OUTPUTS_FIELD_NUMBER: _ClassVar[int]
     max_tokens: int
     min_tokens: int
     n: int
@@ -125,7 +127,23 @@ class SamplingParams(_message.Message):
     detokenize: bool
     skip_special_tokens: bool
     speculate: bool
-    def __init__(self, max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., n: _Optional[int] = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., allowed_token_ids: _Optional[_Iterable[int]] = ..., banned_token_ids: _Optional[_Iterable[int]] = ..., seed: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., include_stop_str_in_output: _Optional[bool] = ..., ignore_eos: _Optional[bool] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., prompt_logprobs_start: _Optional[int] = ..., detokenize: _Optional[bool] = ..., skip_special_tokens: _Optional[bool] = ..., speculate: _Optional[bool] = ...) -> None: ...
+    bad_words: _containers.RepeatedScalarFieldContainer[str]
+    structured_outputs: StructuredOutputs
+    def __init__(self, max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., n: _Optional[int] = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., allowed_token_ids: _Optional[_Iterable[int]] = ..., banned_token_ids: _Optional[_Iterable[int]] = ..., seed: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., include_stop_str_in_output: _Optional[bool] = ..., ignore_eos: _Optional[bool] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., prompt_logprobs_start: _Optional[int] = ..., detokenize: _Optional[bool] = ..., skip_special_tokens: _Optional[bool] = ..., speculate: _Optional[bool] = ..., bad_words: _Optional[_Iterable[str]] = ..., structured_outputs: _Optional[_Union[StructuredOutputs, _Mapping]] = ...) -> None: ...
+
+class StructuredOutputs(_message.Message):
+    __slots__ = ("json", "regex", "choice", "grammar", "json_object")
+    JSON_FIELD_NUMBER: _ClassVar[int]
+    REGEX_FIELD_NUMBER: _ClassVar[int]
+    CHOICE_FIELD_NUMBER: _ClassVar[int]
+    GRAMMAR_FIELD_NUMBER: _ClassVar[int]
+    JSON_OBJECT_FIELD_NUMBER: _ClassVar[int]
+    json: str
+    regex: str
+    choice: _containers.RepeatedScalarFieldContainer[str]
+    grammar: str
+    json_object: bool
+    def __init__(self, json: _Optional[str] = ..., regex: _Optional[str] = ..., choice: _Optional[_Iterable[str]] = ..., grammar: _Optional[str] = ..., json_object: _Optional[bool] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
     __slots__ = ("outputs",)
@@ -240,7 +258,7 @@ class ModelInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ModelInfoResponse(_message.Message):
-    __slots__ = ("name", "architecture", "vocab", "max_len", "dtype", "device", "attention_backend", "parameters", "pool_tokens", "bos_id", "eos_ids", "has_chat_template", "max_message_bytes", "max_prompt_bytes", "max_id_bytes", "max_samples", "max_logprobs", "max_stop_strings", "max_stop_string_bytes", "max_stop_ids", "max_logit_bias", "max_allowed_ids", "max_chat_messages", "max_open_calls", "tool_call_form")
+    __slots__ = ("name", "architecture", "vocab", "max_len", "dtype", "device", "attention_backend", "parameters", "pool_tokens", "bos_id", "eos_ids", "has_chat_template", "max_message_bytes", "max_prompt_bytes", "max_id_bytes", "max_samples", "max_logprobs", "max_stop_strings", "max_stop_string_bytes", "max_stop_ids", "max_logit_bias", "max_allowed_ids", "max_chat_messages", "max_open_calls", "max_bad_words", "max_bad_word_bytes", "max_structured_bytes", "tool_call_form")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ARCHITECTURE_FIELD_NUMBER: _ClassVar[int]
     VOCAB_FIELD_NUMBER: _ClassVar[int]
@@ -265,6 +283,9 @@ class ModelInfoResponse(_message.Message):
     MAX_ALLOWED_IDS_FIELD_NUMBER: _ClassVar[int]
     MAX_CHAT_MESSAGES_FIELD_NUMBER: _ClassVar[int]
     MAX_OPEN_CALLS_FIELD_NUMBER: _ClassVar[int]
+    MAX_BAD_WORDS_FIELD_NUMBER: _ClassVar[int]
+    MAX_BAD_WORD_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MAX_STRUCTURED_BYTES_FIELD_NUMBER: _ClassVar[int]
     TOOL_CALL_FORM_FIELD_NUMBER: _ClassVar[int]
     name: str
     architecture: str
@@ -290,8 +311,11 @@ class ModelInfoResponse(_message.Message):
     max_allowed_ids: int
     max_chat_messages: int
     max_open_calls: int
+    max_bad_words: int
+    max_bad_word_bytes: int
+    max_structured_bytes: int
     tool_call_form: str
-    def __init__(self, name: _Optional[str] = ..., architecture: _Optional[str] = ..., vocab: _Optional[int] = ..., max_len: _Optional[int] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., attention_backend: _Optional[str] = ..., parameters: _Optional[int] = ..., pool_tokens: _Optional[int] = ..., bos_id: _Optional[int] = ..., eos_ids: _Optional[_Iterable[int]] = ..., has_chat_template: _Optional[bool] = ..., max_message_bytes: _Optional[int] = ..., max_prompt_bytes: _Optional[int] = ..., max_id_bytes: _Optional[int] = ..., max_samples: _Optional[int] = ..., max_logprobs: _Optional[int] = ..., max_stop_strings: _Optional[int] = ..., max_stop_string_bytes: _Optional[int] = ..., max_stop_ids: _Optional[int] = ..., max_logit_bias: _Optional[int] = ..., max_allowed_ids: _Optional[int] = ..., max_chat_messages: _Optional[int] = ..., max_open_calls: _Optional[int] = ..., tool_call_form: _Optional[str] = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., architecture: _Optional[str] = ..., vocab: _Optional[int] = ..., max_len: _Optional[int] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., attention_backend: _Optional[str] = ..., parameters: _Optional[int] = ..., pool_tokens: _Optional[int] = ..., bos_id: _Optional[int] = ..., eos_ids: _Optional[_Iterable[int]] = ..., has_chat_template: _Optional[bool] = ..., max_message_bytes: _Optional[int] = ..., max_prompt_bytes: _Optional[int] = ..., max_id_bytes: _Optional[int] = ..., max_samples: _Optional[int] = ..., max_logprobs: _Optional[int] = ..., max_stop_strings: _Optional[int] = ..., max_stop_string_bytes: _Optional[int] = ..., max_stop_ids: _Optional[int] = ..., max_logit_bias: _Optional[int] = ..., max_allowed_ids: _Optional[int] = ..., max_chat_messages: _Optional[int] = ..., max_open_calls: _Optional[int] = ..., max_bad_words: _Optional[int] = ..., max_bad_word_bytes: _Optional[int] = ..., max_structured_bytes: _Optional[int] = ..., tool_call_form: _Optional[str] = ...) -> None: ...
 
 class LoadRequest(_message.Message):
     __slots__ = ()
