@@ -86,6 +86,7 @@ TOOLS = [
     {"type": "function", "function": {"name": "now"}},
 ]
 CHAT = [{"role": "user", "content": "Rain?"}]
+JSON = {"type": "json_object"}
 ASK = {"messages": CHAT, "tools": TOOLS, "seed": 5}
 
 # name -> engine, body
@@ -228,6 +229,19 @@ def test_text_without_calls_is_the_message_as_it_stands(servers) -> None:
     assert choice["message"] == {"role": "assistant", "content": TWO_CALLS}
 
 
+def test_the_answers_grammar_follows_the_choice_and_another_one_only_where_no_call_may_stand(servers) -> None:
+    served, engine = servers["hermes"]
+    named = {"type": "function", "function": {"name": "now"}}
+    grammars = []
+    for choice in ("auto", "none", "required", named):
+        chat(served, **ASK, tool_choice=choice, max_tokens=1)
+        grammars.append(engine.requests[-1].params.structured_outputs)
+    assert len({grammar and grammar.grammar for grammar in grammars} - {None}) == 4
+    chat(served, **ASK, tool_choice="none", response_format=JSON, max_tokens=1)
+    asked = engine.requests[-1].params.structured_outputs
+    assert asked is not None and asked.json_object
+
+
 def test_tokenize_counts_the_tools(servers) -> None:
     served, engine = servers["hermes"]
     chat(served, **ASK, max_tokens=1)
@@ -253,6 +267,8 @@ def test_tokenize_counts_the_tools(servers) -> None:
         ),
         ("hermes", {"tool_choice": "auto"}, "tool_choice", "tool_choice goes with tools"),
         ("hermes", {"parallel_tool_calls": True}, "parallel_tool_calls", "parallel_tool_calls goes with tools"),
+        ("hermes", {"tools": TOOLS, "response_format": JSON}, "response_format", "only if tool_choice is none"),
+        ("hermes", {"tools": TOOLS, "response_format": JSON, "tool_choice": "required"}, "response_format", "only if"),
         ("hermes", {"functions": []}, "functions", "functions is not a field that this server supports"),
         (
             "no_tools",
