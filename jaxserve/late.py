@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from jaxserve.request import Chunk, FinishReason, MaskError, SamplingParams, TokenMask
+from jaxserve.request import Chunk, FinishReason, MaskError, Request, TokenMask
 from jaxserve.sched.plan import Cut, Outcome, Plan
 from jaxserve.sched.scheduler import Scheduler
 from jaxserve.sched.sequence import SequenceState
@@ -37,7 +37,7 @@ class StopStrings:
                 continue
             params = sequence.request.params
             key = (sequence.request.id, sequence.index)
-            decoder = self._decoders.get(key) or self._open(key, params)
+            decoder = self._decoders.get(key) or self._open(key, sequence.request)
             ending = sequence.ending(drawn.token_ids, None)
             token_ids = drawn.token_ids[: ending.keep]
             if ending.reason is FinishReason.STOP and not params.include_stop_str_in_output:
@@ -61,12 +61,14 @@ class StopStrings:
                 text += decoder.flush()
         return replace(chunk, text=text)
 
-    def _open(self, key: Key, params: SamplingParams) -> Detokenizer:
+    def _open(self, key: Key, request: Request) -> Detokenizer:
+        params = request.params
         decoder = Detokenizer(
             self._tokenizer,
             stop=params.stop,
             include_stop=params.include_stop_str_in_output,
             skip_special=params.skip_special_tokens,
+            shown_ids=request.shown_ids,
             min_tokens=params.min_tokens,
         )
         self._decoders[key] = decoder

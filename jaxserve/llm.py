@@ -92,12 +92,19 @@ class LLM:
         return self._run([self._encode(prompt) for prompt in many], each)
 
     def chat(
-        self, messages: Sequence[Mapping] | Sequence[Sequence[Mapping]], params: SamplingParams | None = None
+        self,
+        messages: Sequence[Mapping] | Sequence[Sequence[Mapping]],
+        params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Mapping] | None = None,
     ) -> list[RequestOutput]:
-        """One conversation (a list of {"role", "content"}) or many, through the checkpoint's own chat template."""
+        """One conversation (a list of {"role", "content"}) or many, through the checkpoint's own chat template.
+
+        tools: shown to the model, as OpenAI writes them; `jaxserve.text.tool_calls` finds the calls in a text, which
+        must show special tokens (`skip_special_tokens=False`) where the markers are some."""
         is_one = bool(messages) and isinstance(messages[0], Mapping)
         many = cast(Sequence[Sequence[Mapping]], [messages] if is_one else messages)
-        ids = [tuple(render_chat(self.tokenizer, conversation)) for conversation in many]
+        ids = [tuple(render_chat(self.tokenizer, conversation, tools=tools)) for conversation in many]
         return self._run(ids, [params or SamplingParams()] * len(ids))
 
     def close(self) -> None:

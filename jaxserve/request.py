@@ -192,6 +192,7 @@ class Request:
     cache_salt: str = ""  # prefixes are shared only between requests of one salt
     deadline: float | None = None  # on the engine's clock (time.monotonic seconds); past it the request is aborted
     make_mask: Callable[[], TokenMask] | None = None  # one mask object per sequence; made by `Engine.prepare`
+    shown_ids: frozenset[int] = frozenset()  # special tokens that the text shows although it skips special tokens
 
 
 def child_seed(seed: int, index: int) -> int:

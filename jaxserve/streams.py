@@ -81,7 +81,8 @@ class RequestHandle:
             return chunk
         decoder = self._decoders.get(chunk.index)
         if decoder is None:
-            decoder = Detokenizer(self._tokenizer, skip_special=params.skip_special_tokens)
+            shown = self.request.shown_ids
+            decoder = Detokenizer(self._tokenizer, skip_special=params.skip_special_tokens, shown_ids=shown)
             self._decoders[chunk.index] = decoder
         return replace(chunk, text=decode(decoder, chunk, include_stop=params.include_stop_str_in_output))
 

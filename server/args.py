@@ -17,6 +17,7 @@ from typing import Literal, TypeVar
 from jaxserve.config import EngineConfig, option
 
 LogLevel = Literal["debug", "info", "warning", "error"]
+ToolCallParser = Literal["auto", "hermes", "llama3"]
 MIB = 2**20
 MIN_WATCHDOG = 3.0  # seconds; an idle loop shows a sign of life every one
 
@@ -35,6 +36,7 @@ class ServerConfig:
     max_message_mb: int = option(64, "largest gRPC message (both ways) and HTTP body in MiB", "service")
     max_prompt_mb: int = option(4, "longest prompt text in MiB (a chat's contents together)", "service")
     tokenizer_threads: int = option(2, "threads that encode prompts and render chat templates", "service")
+    tool_call_parser: ToolCallParser = option("auto", "form of tool calls; auto = the chat template's", "service")  # noqa: RUF009
     log_level: LogLevel = option("info", "what goes to stderr", "service")  # noqa: RUF009  (it is dataclasses.field)
 
     api_key_file: str | None = option(

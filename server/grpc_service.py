@@ -125,7 +125,7 @@ class GenerationService(pb_grpc.GenerationServicer):
 
     async def ModelInfo(self, request: pb.ModelInfoRequest, context: ServicerContext) -> pb.ModelInfoResponse:
         async with Statuses(context):
-            return model_info_of(*self._calls.ready())
+            return model_info_of(*self._calls.ready(), tool_parser=self._calls.config.tool_call_parser)
 
     async def Load(self, request: pb.LoadRequest, context: ServicerContext) -> pb.LoadResponse:
         async with Statuses(context):

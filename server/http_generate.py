@@ -52,7 +52,8 @@ class GenerateResponse(Response):
         began = time.monotonic()
         with self._calls.opened() as (backend, limits):
             call_id = secrets.token_hex(16)
-            translate = functools.partial(_translate, self._raw, self._kind, call_id, backend, limits, began)
+            parser = self._calls.config.tool_call_parser
+            translate = functools.partial(_translate, self._raw, self._kind, call_id, backend, limits, began, parser)
             asked = await self._calls.prepare(call_id, translate)
             if asked.user is not None:
                 log.info("%s is of user %r", call_id, asked.user)
@@ -94,7 +95,9 @@ class GenerateResponse(Response):
         await send({"type": "http.response.body", "body": last})
 
 
-def _translate(raw: bytes, kind: Kind, call_id: str, backend: Backend, limits: Limits, now: float) -> Asked:
+def _translate(
+    raw: bytes, kind: Kind, call_id: str, backend: Backend, limits: Limits, now: float, parser: str
+) -> Asked:
     asked = asked_of(
         load_json(raw, "the body"),
         kind,
@@ -103,6 +106,7 @@ def _translate(raw: bytes, kind: Kind, call_id: str, backend: Backend, limits: L
         tokenizer=backend.tokenizer,
         limits=limits,
         now=now,
+        tool_parser=parser,
     )
     return replace(asked, requests=tuple(backend.prepare(request) for request in asked.requests))
 

@@ -18,6 +18,7 @@ TOKENIZE: Mapping[str, Field] = {
     "model": TEXT,
     "prompt": TEXT,
     "messages": FIELDS["chat"]["messages"],
+    "tools": FIELDS["chat"]["tools"],
     "add_special_tokens": BOOLEAN,
     "add_generation_prompt": BOOLEAN,
     "return_token_strs": BOOLEAN,
@@ -33,6 +34,7 @@ def tokenized(raw: bytes, backend: Backend, limits: Limits) -> dict[str, Json]:
         raise RequestError("give a prompt or messages, one of the two", field="prompt")
     if "prompt" in values:
         _refuse(values, "add_generation_prompt", "messages")
+        _refuse(values, "tools", "messages")
         add_bos = None if values.get("add_special_tokens", True) else False
         text = values["prompt"]
         if add_bos is False and text in backend.tokenizer.special_tokens:
@@ -43,7 +45,10 @@ def tokenized(raw: bytes, backend: Backend, limits: Limits) -> dict[str, Json]:
     else:
         _refuse(values, "add_special_tokens", "a prompt; a chat's template decides")
         generation = values.get("add_generation_prompt", True)
-        ids = chat_ids(backend.tokenizer, values["messages"], limits=limits, add_generation_prompt=generation)
+        specs = [tool.spec for tool in values.get("tools", ())]
+        ids = chat_ids(
+            backend.tokenizer, values["messages"], limits=limits, tools=specs, add_generation_prompt=generation
+        )
     strings: list[Json] | None = None
     if values.get("return_token_strs"):
         strings = [backend.tokenizer.token_bytes(token_id).decode(errors="replace") for token_id in ids]

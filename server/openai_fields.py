@@ -24,11 +24,13 @@ from server.json_types import (
 )  # fmt: skip
 from server.limits import MAX_TIMEOUT
 from server.openai_structured import RESPONSE_FORMAT, STRUCTURED
+from server.openai_tools import TOOL_CALLS, TOOL_FIELDS
 
 Kind = Literal["completion", "chat"]
 
-MESSAGE_FIELDS = ("role", "content")
+MESSAGE_FIELDS = ("role", "content", "name", "tool_calls", "tool_call_id")
 PART_FIELDS = ("type", "text")
+CALL_FIELDS = ("id", "type", "function")
 
 Prompt = str | list[int]
 
@@ -66,6 +68,10 @@ def _message(name: str, message: Json) -> Json:
         for index, part in enumerate(given["content"]):
             if isinstance(part, dict) and part.get("type") == "text":
                 refuse_unknown(part, PART_FIELDS, where=f"{name}.content[{index}].")
+    if isinstance(given.get("tool_calls"), list):
+        for index, call in enumerate(given["tool_calls"]):
+            if isinstance(call, dict):
+                refuse_unknown(call, CALL_FIELDS, where=f"{name}.tool_calls[{index}].")
     return given
 
 
@@ -196,13 +202,16 @@ FIELDS: Mapping[Kind, Mapping[str, Field]] = {
                 "minItems": 1,
                 "items": {
                     "type": "object",
-                    "required": ["role", "content"],
+                    "required": ["role"],  # and a content, unless an assistant calls tools
                     "additionalProperties": False,
                     "properties": {
                         "role": {"enum": ["system", "developer", "user", "assistant", "tool"]},
+                        "name": {"type": "string"},
+                        "tool_call_id": {"type": "string"},
+                        "tool_calls": TOOL_CALLS,
                         "content": {
                             "anyOf": [
-                                {"type": "string"},
+                                {"type": ["string", "null"]},
                                 {
                                     "type": "array",
                                     "minItems": 1,
@@ -223,6 +232,7 @@ FIELDS: Mapping[Kind, Mapping[str, Field]] = {
         "logprobs": BOOLEAN,
         "top_logprobs": LOGPROBS,
         "add_generation_prompt": BOOLEAN,
+        **TOOL_FIELDS,
         "store": only(False, why="nothing is stored"),
         "service_tier": only("auto", "default", why="there is one tier, default"),
         "modalities": only(["text"], why="answers are text"),

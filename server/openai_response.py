@@ -10,6 +10,7 @@ from jaxserve.text import Tokenizer
 from server.json_types import Json
 from server.openai_fields import Kind
 from server.openai_schema import Asked
+from server.openai_tools import message_parts
 
 OBJECTS: Mapping[Kind, str] = {"completion": "text_completion", "chat": "chat.completion"}
 
@@ -38,8 +39,10 @@ def body_of(
 def _choice(asked: Asked, place: int, sample: Chunk, tokenizer: Tokenizer) -> dict[str, Json]:
     position = place // asked.n
     choice: dict[str, Json] = {"index": place}
+    ending: dict[str, Json] = {}
     if asked.kind == "chat":
-        choice["message"] = {"role": "assistant", "content": sample.text or ""}
+        message, ending = message_parts(asked.tools and asked.tools.reader(), sample)
+        choice["message"] = {"role": "assistant", **message}
     else:
         choice["text"] = (asked.echoes[position] if asked.echoes else "") + (sample.text or "")
     choice["logprobs"] = Logprobs(asked, position, tokenizer).of(sample)
@@ -47,7 +50,7 @@ def _choice(asked: Asked, place: int, sample: Chunk, tokenizer: Tokenizer) -> di
         choice |= prompt_parts(asked, position, sample, tokenizer)
     if asked.wants_token_ids:
         choice["token_ids"] = list(sample.token_ids)
-    return choice | finish_parts(sample)
+    return choice | finish_parts(sample) | ending
 
 
 def finish_parts(sample: Chunk) -> dict[str, Json]:

@@ -15,6 +15,7 @@ from server.json_types import Json, quote
 from server.limits import MAX_PROMPTS, Limits, check_bytes
 from server.openai_fields import FIELDS, SAMPLING, Kind, Prompt, checked
 from server.openai_structured import structured_of
+from server.openai_tools import ToolUse, tool_use_of
 from server.prompts import chat_ids, text_ids
 
 URLS: Mapping[str, Kind] = {"/v1/completions": "completion", "/v1/chat/completions": "chat"}
@@ -35,6 +36,7 @@ class Asked:
     stream: bool
     include_usage: bool  # in a stream
     user: str | None  # whom the client serves, for the log
+    tools: ToolUse | None
 
     @property
     def params(self) -> SamplingParams:
@@ -54,21 +56,23 @@ def asked_of(
     tokenizer: Tokenizer,
     limits: Limits,
     now: float,
+    tool_parser: str = "auto",
 ) -> Asked:
-    """models: the names this server answers to; now: time.monotonic(), from which a timeout counts.  RequestError names
-    the field at fault."""
+    """models: the names this server answers to; now: time.monotonic(), from which a timeout counts; tool_parser: the
+    form of the model's tool calls.  RequestError names the field at fault."""
     values: dict[str, Any] = checked(body, FIELDS[kind])
     check_model(values, models)
     check_bytes("cache_salt", values.get("cache_salt", ""), limits.max_id_bytes)
     check_bytes("user", values.get("user", ""), limits.max_id_bytes)
     if "stream_options" in values and not values.get("stream"):
         raise RequestError("stream_options needs stream: true", field="stream_options")
+    tools = tool_use_of(values, tokenizer, tool_parser)
     params = _params(values, kind, limits)  # before the prompts: a wrong number should cost no tokenising
     _check_count(len(values.get("prompt", [""])), params.n, limits)
     if kind == "completion":
         prompts, texts = _completion_prompts(values, tokenizer, limits)
     else:
-        prompts, texts = [_chat_prompt(values, tokenizer, limits)], [""]
+        prompts, texts = [_chat_prompt(values, tools, tokenizer, limits)], [""]
     ids = [request_id] if len(prompts) == 1 else [f"{request_id}-{position}" for position in range(len(prompts))]
     requests = [
         Request(
@@ -81,6 +85,8 @@ def asked_of(
         )
         for each_id, prompt_ids in zip(ids, prompts, strict=True)
     ]
+    if tools is not None:
+        requests = [tools.constrain(request, tokenizer) for request in requests]
     return Asked(
         kind=kind,
         id=request_id,
@@ -91,6 +97,7 @@ def asked_of(
         stream=values.get("stream", False),
         include_usage=values.get("stream_options", {}).get("include_usage", False),
         user=values.get("user"),
+        tools=tools,
     )
 
 
@@ -182,8 +189,11 @@ def check_ids(name: str, ids: Sequence[int], tokenizer: Tokenizer) -> None:
             raise RequestError(f"{name} holds {token_id}: token ids go from 0 to {last}", field=name)
 
 
-def _chat_prompt(values: Mapping[str, Any], tokenizer: Tokenizer, limits: Limits) -> tuple[int, ...]:
+def _chat_prompt(
+    values: Mapping[str, Any], tools: ToolUse | None, tokenizer: Tokenizer, limits: Limits
+) -> tuple[int, ...]:
     if "messages" not in values:
         raise RequestError("messages is missing: a chat needs at least one message", field="messages")
     generation = values.get("add_generation_prompt", True)
-    return chat_ids(tokenizer, values["messages"], limits=limits, add_generation_prompt=generation)
+    specs = tools.specs if tools else ()
+    return chat_ids(tokenizer, values["messages"], limits=limits, tools=specs, add_generation_prompt=generation)

@@ -6,6 +6,7 @@ whose text is held back (half a character, the beginning of a stop string) are t
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 
 from jaxserve.request import Chunk
 from jaxserve.streams import merge
@@ -60,6 +61,7 @@ class _Choice:
         self._is_plain = asked.params.logprobs is None and not asked.wants_token_ids
         self._logprobs = Logprobs(asked, self._position, tokenizer)
         self._held: list[Chunk] = []
+        self._reader = asked.tools and asked.tools.reader()
         self._is_first = True
         begin = '"delta":{"content":' if asked.kind == "chat" else '"text":'
         self._before_text = f'{head}"choices":[{{"index":{place},{begin}'
@@ -68,11 +70,12 @@ class _Choice:
         self.last: Chunk = Chunk(request_id="")
 
     def frame(self, chunk: Chunk) -> bytes:
+        chunk, calls = self._reader.read(chunk) if self._reader else (chunk, [])
         if chunk.finish_reason is None:
-            if not chunk.text:
+            if not chunk.text and not calls:
                 self._held.append(chunk)
                 return b""
-            if self._is_plain and not self._is_first:
+            if self._is_plain and not self._is_first and not calls:
                 self._held.clear()
                 return f"{self._before_text}{encode(chunk.text)}{self._after_text}".encode()
         else:
@@ -80,17 +83,19 @@ class _Choice:
         if self._held:
             chunk = merge([*self._held, chunk])
             self._held.clear()
-        choice = self._choice(chunk)
+        choice = self._choice(chunk, calls)
         more = self._of_prompt(chunk) if self._asked.kind == "chat" else ""
         self._is_first = False
         return f'{self._head}{more}"choices":[{encode(choice)}]{self._tail}'.encode()
 
-    def _choice(self, chunk: Chunk) -> dict[str, Json]:
+    def _choice(self, chunk: Chunk, calls: Sequence[Mapping[str, Json]]) -> dict[str, Json]:
         choice: dict[str, Json] = {"index": self._place}
         if self._asked.kind == "chat":
             delta: dict[str, Json] = {"role": "assistant"} if self._is_first else {}
             if chunk.text or self._is_first:
-                delta["content"] = chunk.text or ""
+                delta["content"] = chunk.text or (None if calls else "")
+            if calls:
+                delta["tool_calls"] = list(calls)
             choice["delta"] = delta
         else:
             echo = self._asked.echoes[self._position] if self._asked.echoes and self._is_first else ""
@@ -100,7 +105,9 @@ class _Choice:
             choice |= prompt_parts(self._asked, self._position, chunk, self._tokenizer)
         if self._asked.wants_token_ids:
             choice["token_ids"] = list(chunk.token_ids)
-        return choice | (finish_parts(chunk) if chunk.finish_reason else {"finish_reason": None})
+        if chunk.finish_reason is None:
+            return choice | {"finish_reason": None}
+        return choice | finish_parts(chunk) | (self._reader.finish_parts(chunk) if self._reader else {})
 
     def _of_prompt(self, chunk: Chunk) -> str:
         """A chat's prompt is told with the first frame of all."""

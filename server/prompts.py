@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 
 from jaxserve.request import RequestError
@@ -21,20 +22,30 @@ def text_ids(
 
 
 def chat_ids(
-    tokenizer: Tokenizer, messages: Sequence[Mapping], *, limits: Limits, add_generation_prompt: bool = True
+    tokenizer: Tokenizer,
+    messages: Sequence[Mapping],
+    *,
+    limits: Limits,
+    tools: Sequence[Mapping] = (),
+    add_generation_prompt: bool = True,
 ) -> tuple[int, ...]:
     """Ids of a conversation through the model's own chat template; contents are plain text."""
     if len(messages) > limits.max_chat_messages:
         raise RequestError(
             f"the chat has {len(messages)} messages, this server takes {limits.max_chat_messages}", field="messages"
         )
-    contents = (message.get("content") for message in messages if isinstance(message, Mapping))
-    check_bytes("messages", "".join(part for content in contents for part in _texts(content)), limits.max_prompt_bytes)
-    return tuple(render_chat(tokenizer, messages, add_generation_prompt=add_generation_prompt))
+    texts = (text for message in messages if isinstance(message, Mapping) for text in _texts(message))
+    check_bytes("messages", "".join(texts), limits.max_prompt_bytes)
+    check_bytes("tools", json.dumps(tools), limits.max_prompt_bytes)
+    return tuple(render_chat(tokenizer, messages, tools=tools, add_generation_prompt=add_generation_prompt))
 
 
-def _texts(content: object) -> Iterator[str]:
-    """A message's text, or those of its parts; what else stands there is refused where the template is rendered."""
+def _texts(message: Mapping) -> Iterator[str]:
+    """A message's text, or those of its parts, and its tool calls; what else stands there is refused where the template
+    is rendered."""
+    if message.get("tool_calls"):
+        yield json.dumps(message["tool_calls"])
+    content = message.get("content")
     if isinstance(content, str):
         yield content
     elif isinstance(content, list):

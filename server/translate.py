@@ -15,7 +15,10 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 from jaxserve.constraints import StructuredOutputs
 from jaxserve.request import Chunk, FinishReason, Request, RequestError, SamplingParams, TokenLogprobs
 from jaxserve.text import Tokenizer
+from jaxserve.text.tool_forms import form_of
+from jaxserve.text.tools import tools_of
 from server.backend import Backend, Numbers
+from server.json_types import Json, load_json
 from server.limits import Limits, check_bytes
 from server.pb.jaxserve.v1 import generation_pb2 as pb
 from server.prompts import chat_ids, text_ids
@@ -80,8 +83,9 @@ def prompt_ids_of(
             refuse_unknown(each, "chat.messages")
         return chat_ids(
             tokenizer,
-            [{"role": each.role, "content": each.content} for each in message.chat.messages],
+            [_message(each, f"messages[{index}]") for index, each in enumerate(message.chat.messages)],
             limits=limits,
+            tools=_tools(message.chat.tools),
             add_generation_prompt=default(message.chat, "add_generation_prompt", True),
         )
     if isinstance(message, pb.GenerateRequest) and kind == "token_ids":
@@ -92,6 +96,27 @@ def prompt_ids_of(
         return tuple(message.token_ids.ids)
     kinds = ", ".join(field.name for field in message.DESCRIPTOR.oneofs_by_name["prompt"].fields)
     raise RequestError(f"the prompt is missing: give one of {kinds}", field="prompt")
+
+
+def _message(message: pb.ChatMessage, place: str) -> dict[str, Json]:
+    """A text that is empty is not there, but for the content."""
+    texts = {"name": message.name, "tool_call_id": message.tool_call_id}
+    plain: dict[str, Json] = {"role": message.role, "content": message.content}
+    plain |= {name: text for name, text in texts.items() if text}
+    if message.tool_calls:
+        plain["tool_calls"] = _json(message.tool_calls, f"{place}.tool_calls", "messages")
+    return plain
+
+
+def _tools(text: str) -> list[Mapping[str, Json]]:
+    return [tool.spec for tool in tools_of(_json(text, "tools", "tools"))] if text else []
+
+
+def _json(text: str, what: str, field: str) -> Json:
+    try:
+        return load_json(text.encode(), what)
+    except RequestError as error:
+        raise RequestError(error.message, field=field) from None
 
 
 def default(message: Message, name: str, value: bool) -> bool:
@@ -144,9 +169,15 @@ def _logprobs(entry: TokenLogprobs | None, tokenizer: Tokenizer) -> pb.TokenLogp
     )
 
 
-def model_info_of(backend: Backend, limits: Limits) -> pb.ModelInfoResponse:
+def model_info_of(backend: Backend, limits: Limits, *, tool_parser: str = "auto") -> pb.ModelInfoResponse:
+    """tool_parser: the server's flag."""
     tokenizer = backend.tokenizer
+    try:
+        form = form_of(tokenizer, tool_parser)
+    except RequestError:  # a template that does not compile: whoever sends a chat is told
+        form = None
     response = pb.ModelInfoResponse(eos_ids=tokenizer.eos_ids, has_chat_template=tokenizer.chat_template is not None)
+    response.tool_call_form = form.name if form else ""
     if tokenizer.bos_id is not None:
         response.bos_id = tokenizer.bos_id
     for source in (backend.info, limits):

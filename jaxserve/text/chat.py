@@ -40,13 +40,7 @@ def render_chat(
 
     Raises RequestError naming the message or the field that the template has no place for, or with the template's own
     words when it refuses the conversation."""
-    if tokenizer.chat_template is None:
-        raise RequestError("this model has no chat template: send a plain prompt instead", field="messages")
-    template = _template(tokenizer, for_tools=bool(tools))
-    checked = template_messages(messages)
-    plain_tools = _tools(tools)
-    template.check_places(checked, plain_tools)
-    text = template.render(checked, plain_tools, add_generation_prompt=add_generation_prompt)
+    template, text = _rendered(tokenizer, messages, tools, add_generation_prompt=add_generation_prompt)
     parts = [template.aliases[piece] if i % 2 else piece for i, piece in enumerate(_ALIAS.split(text)) if piece]
     ids = tokenizer.encode_parts(parts)
     bos = tokenizer.bos_id
@@ -60,12 +54,20 @@ def render_chat(
 def render_text(tokenizer: Tokenizer, messages: Sequence[Mapping], *, add_generation_prompt: bool = True) -> str:
     """The prompt as one text, control tokens by their words; for who must handle prompts as text, and trusts the
     contents: encoded with `parse_special`, words in them become control tokens too."""
-    if tokenizer.chat_template is None:
-        raise RequestError("this model has no chat template: send a plain prompt instead", field="messages")
-    template = _template(tokenizer, for_tools=False)
-    text = template.render(template_messages(messages), None, add_generation_prompt=add_generation_prompt)
+    template, text = _rendered(tokenizer, messages, None, add_generation_prompt=add_generation_prompt)
     words = {token_id: word for word, token_id in tokenizer.special_tokens.items()}
     return _ALIAS.sub(lambda match: words[template.aliases[match[0]]], text)
+
+
+def _rendered(
+    tokenizer: Tokenizer, messages: Sequence[Mapping], tools: Sequence[Mapping] | None, *, add_generation_prompt: bool
+) -> tuple[_Template, str]:
+    if tokenizer.chat_template is None:
+        raise RequestError("this model has no chat template: send a plain prompt instead", field="messages")
+    template = _template(tokenizer, for_tools=bool(tools))
+    checked, plain_tools = template_messages(messages), _tools(tools)
+    template.check_places(checked, plain_tools)
+    return template, template.render(checked, plain_tools, add_generation_prompt=add_generation_prompt)
 
 
 def takes_tools(tokenizer: Tokenizer) -> bool:

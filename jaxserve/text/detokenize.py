@@ -45,10 +45,12 @@ class Detokenizer:
         stop: Sequence[str] = (),
         include_stop: bool = False,
         skip_special: bool = True,
+        shown_ids: frozenset[int] = frozenset(),
         min_tokens: int = 0,
     ):
+        """shown_ids: special tokens that are not skipped."""
         self._token_bytes = tokenizer.token_bytes
-        self._skipped = tokenizer.special_ids if skip_special else frozenset()
+        self._skipped = tokenizer.special_ids - shown_ids if skip_special else frozenset()
         # Holds an unfinished character back and replaces what can never become one, just as bytes.decode does.
         self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
         self._strip_space = tokenizer.strips_leading_space

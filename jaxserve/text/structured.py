@@ -29,7 +29,7 @@ class Grammars:
     def __init__(self, tokenizer: Tokenizer, *, vocab: int):
         self._tokenizer = tokenizer
         self._vocab = vocab
-        self._trial = Trial()
+        self._trial = Trial(vocab=vocab)
         self._compiled: Callable[[StructuredOutputs], LLMatcher] = lru_cache(CACHED_GRAMMARS)(self._compile)
 
     def mask_factory(self, params: SamplingParams) -> Callable[[], TokenMask] | None:

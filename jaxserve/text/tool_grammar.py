@@ -8,13 +8,19 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from jaxserve.text import Tokenizer
+from jaxserve.text.messages import Json
 from jaxserve.text.tool_forms import ToolForm
 from jaxserve.text.tools import Tool, ToolChoice
 
 _ANY = "(?s:.*)"
+_PROSE = {"$comment", "$schema", "title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"}
+_OF_SCHEMAS = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}  # by name
+_OF_SCHEMA = {"items", "prefixItems", "additionalProperties", "unevaluatedProperties", "contains", "propertyNames"} | {
+    "anyOf", "allOf", "oneOf", "not", "if", "then", "else",
+}  # fmt: skip
 
 
 def tool_grammar(
@@ -84,7 +90,24 @@ def _schema(tool: Tool) -> dict:
     """Keywords that llguidance does not know are passed over unless the tool is strict: OpenAI, too, holds only strict
     tools to their whole schema."""
     spacing = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
-    return {**tool.parameters, "x-guidance": {**spacing, "lenient": not tool.is_strict}}
+    return {**without_prose(tool.parameters), "x-guidance": {**spacing, "lenient": not tool.is_strict}}
+
+
+def without_prose(schema: Mapping[str, Json]) -> dict[str, Json]:
+    """A JSON schema without what it only says to readers, which may be most of it; a property may well be named so."""
+    kept: dict[str, Json] = {}
+    for keyword, value in schema.items():
+        if keyword in _OF_SCHEMAS and isinstance(value, dict):
+            kept[keyword] = {name: _schema_part(each) for name, each in value.items()}
+        elif keyword in _OF_SCHEMA and isinstance(value, dict | list):
+            kept[keyword] = [_schema_part(each) for each in value] if isinstance(value, list) else without_prose(value)
+        elif keyword not in _PROSE:
+            kept[keyword] = value
+    return kept
+
+
+def _schema_part(schema: Json) -> Json:
+    return without_prose(schema) if isinstance(schema, dict) else schema
 
 
 def _marker(text: str, tokenizer: Tokenizer) -> str:

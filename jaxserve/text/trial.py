@@ -41,8 +41,10 @@ class Trial:
     """One child process, started when first needed and again after each that had to be killed.  Any thread may ask;
     they take turns."""
 
-    def __init__(self, seconds: float = SECONDS):
+    def __init__(self, seconds: float = SECONDS, *, vocab: int = EOS + 1):
+        """vocab: ids that a grammar may name; what they stand for is not known in a trial."""
         self._seconds = seconds
+        self._vocab = max(vocab, EOS + 1)
         self._lock = threading.Lock()
         self._child: subprocess.Popen[bytes] | None = None
 
@@ -70,7 +72,7 @@ class Trial:
             self._stop()
 
     def _start(self) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-P", __file__]
+        command = [sys.executable, "-P", __file__, str(self._vocab)]
         # A session of its own: Ctrl-C is for the parent.  It ends when its input does.
         child = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
@@ -97,10 +99,12 @@ def _read_line(child: subprocess.Popen[bytes], seconds: float) -> bytes | None:
 
 
 class _Bytes:
-    """A vocabulary of single bytes, as TokenizerWrapper wants it."""
+    """A vocabulary of single bytes, as TokenizerWrapper wants it; the ids past them stand for nothing."""
 
     eos_token_id, bos_token_id, special_token_ids = EOS, None, (EOS,)
-    tokens = tuple([bytes([byte]) for byte in range(256)] + [b"<end>"])
+
+    def __init__(self, vocab: int):
+        self.tokens = [bytes([byte]) for byte in range(256)] + [b"<end>"] + [b""] * (vocab - EOS - 1)
 
     def __call__(self, text: bytes) -> list[int]:
         return list(text)
@@ -125,13 +129,13 @@ def judge(grammar: str, tokenizer: LLTokenizer) -> str | None:
     return error_of(matcher) if matcher.is_error() else None
 
 
-def _serve() -> None:
+def _serve(vocab: int) -> None:
     import resource
 
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_MIB << 20, MEMORY_MIB << 20))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     threading.stack_size(STACK_MIB << 20)
-    tokenizer = LLTokenizer(TokenizerWrapper(_Bytes()), eos_token=[EOS])
+    tokenizer = LLTokenizer(TokenizerWrapper(_Bytes(vocab)), eos_token=[EOS])
     _say("ready")
     for line in sys.stdin.buffer:
         worker = threading.Thread(target=lambda grammar: _say(judge(grammar, tokenizer)), args=(json.loads(line),))
@@ -145,4 +149,4 @@ def _say(answer: str | None) -> None:
 
 
 if __name__ == "__main__":
-    _serve()
+    _serve(int(sys.argv[1]))

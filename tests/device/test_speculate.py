@@ -171,3 +171,22 @@ def test_the_device_stops_at_a_rows_limit_whatever_it_is_asked_for() -> None:
     assert slots.length.tolist()[:3] == [12, 10, 14]
     assert slots.kv_len.tolist()[:3] == [11, 9, 13]
     assert drawn[:, 0].tolist() == [1, 0, 3]
+
+
+def test_a_row_takes_nothing_at_a_position_that_its_mask_closes() -> None:
+    """All drafts are right; the second row's mask closes position 2, the third row has no mask to read."""
+    slots = SlotState.empty(SlotShape(slots=3, max_len=64, vocab=64, stop_ids=1, biases=1, allowed_ids=1))
+    length = jnp.full((4,), 10, jnp.int32)
+    slots = slots.replace(length=length, kv_len=length - 1, limit=length + 20)
+    packed = np.zeros((3, HEAD + 1), np.int32)
+    packed[:, 0], packed[:, 1] = range(3), 4
+    packed[:, 3] = RowFlag.TAKES_TOKEN | RowFlag.MASK, RowFlag.TAKES_TOKEN | RowFlag.MASK, RowFlag.TAKES_TOKEN
+    mask = np.full((3, 4, 2), 0xFFFFFFFF, np.uint32)
+    mask[0, 1, 0] &= ~np.uint32(1 << 7)  # the target's token may not stand there
+    mask[1, 2:] = mask[2] = 0
+    logits = jnp.zeros((3, 4, 64)).at[..., 7].set(1.0)
+    proposed = Proposed(tokens=jnp.full((3, 3), 7, jnp.int32), count=jnp.full((3,), 3, jnp.int32))
+    drawn, slots = accept(slots, logits, jnp.full((3,), 13, jnp.int32), packed, mask, proposed)
+    tokens = np.asarray(drawn)[:, 1:].reshape(3, 4, DRAWN_WIDTH)[:, :, 0].tolist()
+    assert tokens == [[7, 0, -1, -1], [7, 7, -1, -1], [7, 7, 7, 7]]
+    assert slots.length.tolist()[:3] == [12, 12, 14]

@@ -101,7 +101,7 @@ class StubEngine:
     def __init__(
         self,
         *,
-        answer: str = ANSWER,
+        answer: str | Sequence[int] = ANSWER,
         step_seconds: float = 0.0002,
         max_len: int = 512,
         queue_limit: int = 64,
@@ -118,7 +118,7 @@ class StubEngine:
         self.aborted: list[str] = []
         self._counters = Counters()
         self._meter = Meter()
-        self._answer = [*answer.encode(), IM_END]
+        self._answer = [*(answer.encode() if isinstance(answer, str) else answer), IM_END]
         self._step_seconds = step_seconds
         self._per_step = per_step
         self._is_stamped = is_stamped  # every chunk's text is its time.monotonic_ns()
@@ -160,7 +160,7 @@ class StubEngine:
             self._handles[request.id] = handle
             for index in range(request.params.n):
                 stop = request.params.stop
-                decoder = Detokenizer(self.tokenizer, stop=stop) if stop else None
+                decoder = Detokenizer(self.tokenizer, stop=stop, shown_ids=request.shown_ids) if stop else None
                 self._sequences.append(Sequence_(request, index, decoder=decoder))
             self.requests.append(request)
             self._meter.arrived(request, time.monotonic())

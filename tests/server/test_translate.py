@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 
 import pytest
@@ -10,13 +11,16 @@ from google.protobuf.descriptor import FieldDescriptor
 
 from jaxserve.constraints import StructuredOutputs
 from jaxserve.request import Chunk, FinishReason, RequestError, SamplingParams, TokenLogprobs, Usage
+from jaxserve.text.chat import render_chat
 from server.args import ServerConfig
 from server.limits import Limits
 from server.pb.jaxserve.v1 import generation_pb2 as pb
 from server.translate import load_of, model_info_of, output_of, params_of, request_of
 from tests.server.stub import StubEngine, StubTokenizer
+from tests.text.tool_templates import QWEN
 
 LIMITS = Limits.of(ServerConfig(), StubEngine())
+USER = pb.ChatMessage(role="user", content="When?")
 
 # A value for each field that is not its default.
 CHANGED = {
@@ -237,3 +241,52 @@ def test_messages_have_the_fields_of_the_real_engine() -> None:
     told = {field.name: field for field in pb.ModelInfoResponse.DESCRIPTOR.fields}
     assert {field.name for field in dataclasses.fields(ModelInfo)} <= set(told)
     assert told["max_message_bytes"].type == FieldDescriptor.TYPE_UINT64
+
+
+class ToolTokenizer(StubTokenizer):
+    chat_template = QWEN
+
+
+def test_a_chats_tools_and_calls_reach_the_template_as_over_http() -> None:
+    tools = [{"type": "function", "function": {"name": "now", "description": "the <|im_end|> time"}}]
+    calls = [{"id": "c", "type": "function", "function": {"name": "now", "arguments": '{"a": 1}'}}]
+    chat = pb.Chat(
+        messages=[
+            pb.ChatMessage(role="user", content="When?"),
+            pb.ChatMessage(role="assistant", tool_calls=json.dumps(calls)),
+            pb.ChatMessage(role="tool", tool_call_id="c", name="now", content="noon"),
+        ],
+        tools=json.dumps(tools),
+    )
+    plain = [
+        {"role": "user", "content": "When?"},
+        {"role": "assistant", "content": "", "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "c", "name": "now", "content": "noon"},
+    ]
+    request = request_of(
+        pb.GenerateRequest(chat=chat), request_id="r", deadline=None, tokenizer=ToolTokenizer(), limits=LIMITS
+    )
+    assert list(request.prompt_ids) == render_chat(ToolTokenizer(), plain, tools=tools)
+
+
+@pytest.mark.parametrize(
+    ("chat", "field", "reason"),
+    [
+        (pb.Chat(tools="[", messages=[USER]), "tools", "tools is not JSON"),
+        (pb.Chat(tools="{}", messages=[USER]), "tools", "tools must be a list"),
+        (pb.Chat(tools='[{"type": "function"}]', messages=[USER]), "tools", "function must be an object"),
+        (pb.Chat(messages=[USER, pb.ChatMessage(role="assistant", tool_calls="[")]), "messages", "is not JSON"),
+        (pb.Chat(messages=[pb.ChatMessage(role="assistant", tool_calls="3")]), "messages", "must be a list"),
+    ],
+)
+def test_wrong_tools_of_a_chat_are_refused_by_name(chat: pb.Chat, field: str, reason: str) -> None:
+    message = pb.GenerateRequest(chat=chat)
+    with pytest.raises(RequestError, match=reason) as caught:
+        request_of(message, request_id="r", deadline=None, tokenizer=ToolTokenizer(), limits=LIMITS)
+    assert caught.value.field == field
+
+
+def test_the_form_of_tool_calls_is_told() -> None:
+    assert model_info_of(StubEngine(), LIMITS).tool_call_form == ""
+    assert model_info_of(StubEngine(tokenizer=ToolTokenizer()), LIMITS).tool_call_form == "hermes"
+    assert model_info_of(StubEngine(tokenizer=ToolTokenizer()), LIMITS, tool_parser="llama3").tool_call_form == "llama3"

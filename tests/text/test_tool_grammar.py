@@ -17,7 +17,7 @@ from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from jaxserve.request import RequestError
 from jaxserve.text.tool_calls import ToolCallParser
 from jaxserve.text.tool_forms import FORMS, HERMES, LLAMA3, ToolForm
-from jaxserve.text.tool_grammar import tool_grammar
+from jaxserve.text.tool_grammar import tool_grammar, without_prose
 from jaxserve.text.tools import Tool, ToolChoice, choice_of, tools_of
 from jaxserve.text.vocabulary import Vocabulary
 from tests.text.test_chat import Bytes
@@ -254,6 +254,29 @@ def test_only_a_strict_tool_is_refused_for_a_keyword_that_cannot_be_held_to():
         tool = {"type": "function", "function": {"name": "f", "parameters": schema, "strict": strict}}
         grammar = tool_grammar(HERMES, vocabulary(), tools_of([tool]), AUTO)
         assert bool(LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(grammar))) == strict
+
+
+def test_prose_is_left_out_of_schemas_and_nothing_else():
+    schema = {
+        "type": "object", "title": "T", "description": "d", "$schema": "s",
+        "properties": {
+            "title": {"type": "string", "description": "d", "enum": ["description"], "default": "x"},
+            "description": {"anyOf": [{"const": {"title": "kept"}, "title": "T"}, {"$ref": "#/$defs/default"}]},
+            "any": True,
+        },
+        "items": [{"title": "T", "type": "null"}], "additionalProperties": {"examples": [1], "type": "integer"},
+        "$defs": {"default": {"type": "array", "items": {"deprecated": True, "type": "number"}}},
+    }  # fmt: skip
+    assert without_prose(schema) == {
+        "type": "object",
+        "properties": {
+            "title": {"type": "string", "enum": ["description"]},
+            "description": {"anyOf": [{"const": {"title": "kept"}}, {"$ref": "#/$defs/default"}]},
+            "any": True,
+        },
+        "items": [{"type": "null"}], "additionalProperties": {"type": "integer"},
+        "$defs": {"default": {"type": "array", "items": {"type": "number"}}},
+    }  # fmt: skip
 
 
 FUNCTION = {"name": "f"}

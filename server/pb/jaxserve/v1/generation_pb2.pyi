@@ -45,20 +45,28 @@ class TokenIds(_message.Message):
     def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Chat(_message.Message):
-    __slots__ = ("messages", "add_generation_prompt")
+    __slots__ = ("messages", "add_generation_prompt", "tools")
     MESSAGES_FIELD_NUMBER: _ClassVar[int]
     ADD_GENERATION_PROMPT_FIELD_NUMBER: _ClassVar[int]
+    TOOLS_FIELD_NUMBER: _ClassVar[int]
     messages: _containers.RepeatedCompositeFieldContainer[ChatMessage]
     add_generation_prompt: bool
-    def __init__(self, messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., add_generation_prompt: _Optional[bool] = ...) -> None: ...
+    tools: str
+    def __init__(self, messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., add_generation_prompt: _Optional[bool] = ..., tools: _Optional[str] = ...) -> None: ...
 
 class ChatMessage(_message.Message):
-    __slots__ = ("role", "content")
+    __slots__ = ("role", "content", "name", "tool_call_id", "tool_calls")
     ROLE_FIELD_NUMBER: _ClassVar[int]
     CONTENT_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    TOOL_CALL_ID_FIELD_NUMBER: _ClassVar[int]
+    TOOL_CALLS_FIELD_NUMBER: _ClassVar[int]
     role: str
     content: str
-    def __init__(self, role: _Optional[str] = ..., content: _Optional[str] = ...) -> None: ...
+    name: str
+    tool_call_id: str
+    tool_calls: str
+    def __init__(self, role: _Optional[str] = ..., content: _Optional[str] = ..., name: _Optional[str] = ..., tool_call_id: _Optional[str] = ..., tool_calls: _Optional[str] = ...) -> None: ...
 
 class SamplingParams(_message.Message):
     __slots__ = ("max_tokens", "min_tokens", "n", "temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids", "banned_token_ids", "seed", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "logprobs", "prompt_logprobs", "prompt_logprobs_start", "detokenize", "skip_special_tokens", "speculate", "bad_words", "structured_outputs")
@@ -252,7 +260,7 @@ class ModelInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ModelInfoResponse(_message.Message):
-    __slots__ = ("name", "architecture", "vocab", "max_len", "dtype", "device", "attention_backend", "parameters", "pool_tokens", "bos_id", "eos_ids", "has_chat_template", "max_message_bytes", "max_prompt_bytes", "max_id_bytes", "max_samples", "max_logprobs", "max_stop_strings", "max_stop_string_bytes", "max_stop_ids", "max_logit_bias", "max_allowed_ids", "max_chat_messages", "max_open_calls", "max_bad_words", "max_bad_word_bytes", "max_structured_bytes")
+    __slots__ = ("name", "architecture", "vocab", "max_len", "dtype", "device", "attention_backend", "parameters", "pool_tokens", "bos_id", "eos_ids", "has_chat_template", "max_message_bytes", "max_prompt_bytes", "max_id_bytes", "max_samples", "max_logprobs", "max_stop_strings", "max_stop_string_bytes", "max_stop_ids", "max_logit_bias", "max_allowed_ids", "max_chat_messages", "max_open_calls", "max_bad_words", "max_bad_word_bytes", "max_structured_bytes", "tool_call_form")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ARCHITECTURE_FIELD_NUMBER: _ClassVar[int]
     VOCAB_FIELD_NUMBER: _ClassVar[int]
@@ -280,6 +288,7 @@ class ModelInfoResponse(_message.Message):
     MAX_BAD_WORDS_FIELD_NUMBER: _ClassVar[int]
     MAX_BAD_WORD_BYTES_FIELD_NUMBER: _ClassVar[int]
     MAX_STRUCTURED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    TOOL_CALL_FORM_FIELD_NUMBER: _ClassVar[int]
     name: str
     architecture: str
     vocab: int
@@ -307,7 +316,8 @@ class ModelInfoResponse(_message.Message):
     max_bad_words: int
     max_bad_word_bytes: int
     max_structured_bytes: int
-    def __init__(self, name: _Optional[str] = ..., architecture: _Optional[str] = ..., vocab: _Optional[int] = ..., max_len: _Optional[int] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., attention_backend: _Optional[str] = ..., parameters: _Optional[int] = ..., pool_tokens: _Optional[int] = ..., bos_id: _Optional[int] = ..., eos_ids: _Optional[_Iterable[int]] = ..., has_chat_template: _Optional[bool] = ..., max_message_bytes: _Optional[int] = ..., max_prompt_bytes: _Optional[int] = ..., max_id_bytes: _Optional[int] = ..., max_samples: _Optional[int] = ..., max_logprobs: _Optional[int] = ..., max_stop_strings: _Optional[int] = ..., max_stop_string_bytes: _Optional[int] = ..., max_stop_ids: _Optional[int] = ..., max_logit_bias: _Optional[int] = ..., max_allowed_ids: _Optional[int] = ..., max_chat_messages: _Optional[int] = ..., max_open_calls: _Optional[int] = ..., max_bad_words: _Optional[int] = ..., max_bad_word_bytes: _Optional[int] = ..., max_structured_bytes: _Optional[int] = ...) -> None: ...
+    tool_call_form: str
+    def __init__(self, name: _Optional[str] = ..., architecture: _Optional[str] = ..., vocab: _Optional[int] = ..., max_len: _Optional[int] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., attention_backend: _Optional[str] = ..., parameters: _Optional[int] = ..., pool_tokens: _Optional[int] = ..., bos_id: _Optional[int] = ..., eos_ids: _Optional[_Iterable[int]] = ..., has_chat_template: _Optional[bool] = ..., max_message_bytes: _Optional[int] = ..., max_prompt_bytes: _Optional[int] = ..., max_id_bytes: _Optional[int] = ..., max_samples: _Optional[int] = ..., max_logprobs: _Optional[int] = ..., max_stop_strings: _Optional[int] = ..., max_stop_string_bytes: _Optional[int] = ..., max_stop_ids: _Optional[int] = ..., max_logit_bias: _Optional[int] = ..., max_allowed_ids: _Optional[int] = ..., max_chat_messages: _Optional[int] = ..., max_open_calls: _Optional[int] = ..., max_bad_words: _Optional[int] = ..., max_bad_word_bytes: _Optional[int] = ..., max_structured_bytes: _Optional[int] = ..., tool_call_form: _Optional[str] = ...) -> None: ...
 
 class LoadRequest(_message.Message):
     __slots__ = ()
