@@ -142,7 +142,8 @@ class Catalogue:
             packed = array(rows, self.packed_columns)
             step = jit(partial(steps.decode, self.model, **common), donate_argnums=1, out_shardings=forward_out)
             wanted[f"decode {rows}"] = (step, (weights, pool, slots, packed))
-        for rows, drafts in self.scheduler.verify_calls if self.draft else ():
+        for rows, drafts in self.scheduler.verify_calls:
+            assert self.draft is not None
             packed, most = array(rows, self.packed_columns), self.scheduler.num_drafts
             proposed = _placed(jax.eval_shape(partial(Proposed.empty, rows, most)), replicated)
             if f"propose {rows}" not in wanted:

@@ -60,7 +60,8 @@ def test_speculative_greedy_equals_greedy(engines: Engines, plain: LLM, draft: d
     assert_same(got, wanted)
     drafted = sum(output.usage.drafted_tokens for output in got)
     accepted = sum(output.usage.accepted_tokens for output in got)
-    assert 0 < accepted < drafted, "drafts were never, or always, accepted: this proves little"
+    is_auto = "speculate_tokens" not in draft  # which may find, on a model this small, that no drafts gain
+    assert is_auto or 0 < accepted < drafted, "drafts were never, or always, accepted: this proves little"
     load = llm.engine.load()
     assert load.draft_tokens >= drafted and load.accepted_tokens >= accepted
     check_idle(llm)
