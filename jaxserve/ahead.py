@@ -24,7 +24,7 @@ from checkpoints.hub import resolve
 from jaxserve.catalogue import Catalogue
 from jaxserve.chips import Topology, hlo
 from jaxserve.config import EngineConfig
-from jaxserve.device.sharding import make_mesh
+from jaxserve.device.sharding import local_bytes, make_mesh
 from jaxserve.device.steps import Params
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.tree import abstract_params, layout_for, make_model
@@ -78,7 +78,7 @@ class Described:
     @property
     def weight_bytes(self) -> int:
         """On each device."""
-        return sum(local_bytes(leaf) for leaf in jax.tree.leaves(self.params))
+        return local_bytes(self.params)
 
 
 def describe_devices(topology: Topology) -> Sequence[Device]:  # pyright: ignore[reportInvalidTypeForm]
@@ -210,12 +210,6 @@ def _matrix_shapes(described: Described) -> set[tuple[int, ...]]:
 def _shape(dims: Sequence[int]) -> tuple[int, ...]:
     """The dims of an array in any order, without those of 1."""
     return tuple(sorted(dim for dim in dims if dim > 1))
-
-
-def local_bytes(leaf: jax.ShapeDtypeStruct) -> int:
-    """On one device."""
-    assert leaf.sharding is not None
-    return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
 
 
 def _first_line(error: Exception) -> str:

@@ -94,6 +94,10 @@ class Catalogue:
         slots = jax.tree.leaves(self._make_slots().eval_shape())
         return sum(leaf.size * leaf.dtype.itemsize for leaf in slots)
 
+    def draft_bytes(self, params: Params) -> int:
+        """What the draft's own weights take on each device, beside the target's."""
+        return self.draft.own_bytes(params) if self.draft else 0
+
     def new_pool(self) -> KVPool:
         return self._make_pool()()
 
@@ -126,8 +130,7 @@ class Catalogue:
         pool = self.abstract_pool
         pool_out = pool_sharding(pool, self.mesh)
         slots = _placed(self._make_slots().eval_shape(), replicated)
-        # Of the arrays themselves: how a draft's part of stacked weights lies in memory is known once it is cut.
-        draft_weights = jax.tree.map(abstract, self.draft.weights(params)) if self.draft else {}
+        draft_weights = self.draft.describe(params) if self.draft else {}
         common = {"backend": self.backend, "mesh": self.mesh}
         device = self.mesh.devices.flat[0]
         options = COMPILER_OPTIONS.get(device.platform, {}) | COMPILER_OPTIONS.get(device.device_kind, {})
@@ -139,7 +142,8 @@ class Catalogue:
             packed = array(rows, self.packed_columns)
             step = jit(partial(steps.decode, self.model, **common), donate_argnums=1, out_shardings=forward_out)
             wanted[f"decode {rows}"] = (step, (weights, pool, slots, packed))
-        for rows, drafts in self.scheduler.verify_calls if self.draft else ():
+        for rows, drafts in self.scheduler.verify_calls:
+            assert self.draft is not None
             packed, most = array(rows, self.packed_columns), self.scheduler.num_drafts
             proposed = _placed(jax.eval_shape(partial(Proposed.empty, rows, most)), replicated)
             if f"propose {rows}" not in wanted:

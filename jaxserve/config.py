@@ -54,7 +54,9 @@ class EngineConfig:
         False, "one decode and one prefill shape: a row's bits never depend on its mates", "scheduling"
     )
 
-    draft: str = option("none", "what proposes tokens ahead: none, ngram or self:layers=N", "speculation")
+    draft: str = option(
+        "none", "what proposes tokens ahead: none, ngram, self:int8, self:int4 or self:layers=N", "speculation"
+    )
     speculate_tokens: int | str = option(
         "auto", "draft tokens that a step verifies, with --draft; auto = as many as gain at the time, 0 = none",
         "speculation",

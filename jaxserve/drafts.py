@@ -1,18 +1,21 @@
-"""Where drafts come from, by the names of `--draft`: "none", "ngram", "self:layers=N"."""
+"""Where drafts come from, by the names of `--draft`: "none", "ngram", "self:int8", "self:int4", "self:layers=N"."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+from jaxserve.device.selfdraft import QuantisedSelf
 from jaxserve.device.speculate import Draft, FirstLayers, NGram
 from jaxserve.models.decoder import Decoder
+
+NAMES = "none, ngram, self:int8, self:int4, self:layers=N"
 
 
 def make_draft(name: str, model: Decoder) -> Draft | None:
     """None for "none".  Raises ValueError naming the known drafts, or the numbers that do not fit the model."""
     kind, _, detail = name.partition(":")
     if kind not in DRAFTS:
-        raise ValueError(f"draft={name!r} must be one of none, ngram, self:layers=N")
+        raise ValueError(f"draft={name!r} must be one of {NAMES}")
     return DRAFTS[kind](detail, model)
 
 
@@ -28,15 +31,30 @@ def _ngram(detail: str, model: Decoder) -> Draft:
 
 
 def _self(detail: str, model: Decoder) -> Draft:
+    if detail in ("int8", "int4"):
+        return QuantisedSelf(model, int(detail[3:]), _matrices(model))
     what, _, number = detail.partition("=")
     if what != "layers" or not number.isdigit():
-        raise ValueError(f"draft='self:{detail}' must be self:layers=N")
+        raise ValueError(f"draft='self:{detail}' must be self:int8, self:int4 or self:layers=N")
     layers, all_layers = int(number), model.config.layers
     if not 1 <= layers < all_layers:
         raise ValueError(
             f"draft='self:{detail}': the model has {all_layers} layers, a draft 1 to {all_layers - 1} of them"
         )
     return FirstLayers(model.first_layers(layers))
+
+
+def _matrices(model: Decoder) -> tuple[tuple[str, int], ...]:
+    """Path of every matrix that `quant.matmul` multiplies by, and which axis of it holds the inputs."""
+    found = []
+    for path, weight in model.weights().items():
+        if len(weight.shape) < 2 or "embed" not in weight.axes:
+            continue  # norms, biases
+        if path.startswith("blocks/"):
+            found.append((path, 0))
+        elif path == "outer/head" or model.config.is_tied:
+            found.append((path, 1))
+    return tuple(found)
 
 
 DRAFTS: dict[str, Callable[[str, Decoder], Draft | None]] = {"none": _none, "ngram": _ngram, "self": _self}

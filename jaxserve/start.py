@@ -150,7 +150,8 @@ def plan_memory(config: EngineConfig, *, model: Decoder, params: Params, mesh: M
         pages = -(-int(config.pool) // config.page_size)
         return catalogue_of(config, model=model, mesh=mesh, backend=backend, pages=pages)
     smallest = catalogue_of(config, model=model, mesh=mesh, backend=backend)
-    budget = pool_bytes(config, mesh, lambda: smallest.largest_temporaries(params))
+    own = smallest.draft_bytes(params)  # of weights that are made when the runner is
+    budget = pool_bytes(config, mesh, lambda: smallest.largest_temporaries(params), reserved=own)
     # More than every slot at max_len would help nobody but the prefix table.
     pages = min(config.slots * smallest.scheduler.pages_per_row, budget // smallest.page_bytes)
     return catalogue_of(config, model=model, mesh=mesh, backend=backend, pages=pages)
@@ -184,16 +185,16 @@ def catalogue_of(
     return Catalogue.of(model, scheduler, config, mesh=mesh, backend=backend, draft=draft if shapes else None)
 
 
-def pool_bytes(config: EngineConfig, mesh: Mesh, temporaries: Callable[[], int]) -> int:
+def pool_bytes(config: EngineConfig, mesh: Mesh, temporaries: Callable[[], int], *, reserved: int = 0) -> int:
     """What `--pool auto` may take on each device: on cpu a stated share of the RAM that is available, elsewhere a share
-    of what weights and the largest program's temporaries leave."""
+    of what weights and the largest program's temporaries leave.  reserved: bytes that will be taken before the pool is."""
     device = mesh.devices.flat[0]
     if device.platform == "cpu":
-        return int(_available_ram() * config.cpu_pool_fraction)
+        return int(max(_available_ram() - reserved, 0) * config.cpu_pool_fraction)
     stats = device.memory_stats() or {}
     if "bytes_limit" not in stats:
         raise ValueError(f"{device.device_kind} does not tell its memory: name the pool's tokens with --pool")
-    left = stats["bytes_limit"] - stats["bytes_in_use"] - temporaries()
+    left = stats["bytes_limit"] - stats["bytes_in_use"] - temporaries() - reserved
     if left <= 0:
         gib = stats["bytes_limit"] / 2**30
         raise ValueError(f"the weights and the programs' temporaries leave no room for a KV pool in {gib:.1f} GiB")
@@ -212,11 +213,13 @@ def _tell(console: Console, runner: Runner, info: ModelInfo, scheduler: Schedule
         table.add_row(program.name, *(f"{cell:.2f}" for cell in cells))
     console.print(table)
     fit = scheduler.pool_tokens // scheduler.max_len
+    draft_mib = runner.catalogue.draft_bytes(runner.params) / 2**20
+    draft = f", {draft_mib:.0f} MiB of draft weights" if draft_mib else ""
     console.print(
         f"{info.name}: {info.parameters / 1e6:.1f}M parameters, {info.dtype}, on {info.device},"
         f" attention {info.attention_backend} ({reason})\n"
         f"pool: {scheduler.num_pages - 1} pages of {scheduler.page_size} = {scheduler.pool_tokens} tokens in"
         f" {runner.catalogue.kv_dtype},"
         f" {fit} sequences of {scheduler.max_len} fit at once; {scheduler.slots} slots\n"
-        f"weights {loading:.1f} s, programs {warming:.1f} s ({misses} compiled, the rest from the cache)"
+        f"weights {loading:.1f} s{draft}, programs {warming:.1f} s ({misses} compiled, the rest from the cache)"
     )

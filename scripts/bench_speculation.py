@@ -19,7 +19,7 @@ from jaxserve.sched.speculation import tokens_expected
 
 ROOT = Path(__file__).resolve().parents[1]
 EDIT_PROMPT = ROOT.parent / "shared" / "bench" / "spec_prompt.json"
-SOURCES = ("ngram", "self:layers=8")
+SOURCES = ("ngram", "self:layers=8", "self:int8", "self:int4")
 ROWS = (1, 8, 32)
 FIXED = 3  # K that every number of rows has a program for
 TOKENS = 72  # the edit prompt's own answer with SmolLM2 is one longer

@@ -5,6 +5,7 @@ With one device all of it means nothing."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import jax
@@ -71,6 +72,16 @@ def weight_format(mesh: Mesh, shape: Sequence[int], axes: Sequence[str | None]) 
     if mesh.devices.flat[0].platform != "tpu" or order == tuple(range(len(axes))):
         return sharding
     return Format(Layout(order), sharding)
+
+
+def local_bytes(tree) -> int:
+    """Of all arrays of a tree, or their descriptions, on one device."""
+    return sum(_local_bytes(leaf) for leaf in jax.tree.leaves(tree))
+
+
+def _local_bytes(leaf: jax.Array | jax.ShapeDtypeStruct) -> int:
+    assert leaf.sharding is not None
+    return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
 
 
 def abstract(array: jax.Array | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:

@@ -21,6 +21,7 @@ from jax.sharding import Mesh
 from jaxserve.device import sampling
 from jaxserve.device.attention import make_attend
 from jaxserve.device.sampling import DRAWN_WIDTH, pack_drawn
+from jaxserve.device.sharding import abstract, local_bytes
 from jaxserve.device.state import KVPool, RowFlag, SlotState
 from jaxserve.device.steps import Forwarded, Model, Params, place
 
@@ -40,12 +41,21 @@ class Proposed:
 class Draft(Protocol):
     """Where drafts come from.  Whatever it proposes, the text stays the target's."""
 
-    is_lookup: (
-        bool  # it costs next to nothing and may find nothing: how many are verified is chosen after it has looked
-    )
+    @property
+    def is_lookup(self) -> bool:
+        """It costs next to nothing and may find nothing: how many drafts are verified is chosen when it has looked."""
+        ...
 
     def weights(self, params: Params) -> Params:
         """What `propose` is handed of the target's weights."""
+        ...
+
+    def describe(self, params: Params) -> Params:
+        """Shapes, dtypes and places of `weights`."""
+        ...
+
+    def own_bytes(self, params: Params) -> int:
+        """What `weights` takes on each device beside the target's own."""
         ...
 
     def propose(
@@ -68,6 +78,12 @@ class NGram:
 
     def weights(self, params: Params) -> Params:
         return {}
+
+    def describe(self, params: Params) -> Params:
+        return {}
+
+    def own_bytes(self, params: Params) -> int:
+        return 0
 
     def propose(
         self, params: Params, pool: KVPool, slots: SlotState, packed: Array, *, drafts: int, backend: str, mesh: Mesh
@@ -108,30 +124,52 @@ class FirstLayers:
         first = blocks[:layers] if isinstance(blocks, list) else jax.tree.map(lambda leaf: leaf[:layers], blocks)
         return {"outer": params["outer"], "blocks": first}
 
+    def describe(self, params: Params) -> Params:
+        # Of the arrays themselves: how a part of stacked weights lies in memory is known once it is cut.
+        return jax.tree.map(abstract, self.weights(params))
+
+    def own_bytes(self, params: Params) -> int:
+        return 0 if isinstance(params["blocks"], list) else local_bytes(self.describe(params)["blocks"])
+
     def propose(
         self, params: Params, pool: KVPool, slots: SlotState, packed: Array, *, drafts: int, backend: str, mesh: Mesh
     ) -> tuple[Proposed, KVPool]:
-        slot, queries = packed[:, 0], _queries(slots, packed)
-        start = slots.kv_len[slot]
-        flags = packed[:, 3] & ~(RowFlag.LOGPROBS | RowFlag.MASK)
-        no_mask = jnp.zeros((slot.shape[0], -(-self.model.shape.vocab // 32)), jnp.uint32)
+        return propose_with(self.model, params, pool, slots, packed, drafts=drafts, backend=backend, mesh=mesh)
 
-        def step(i, carry):
-            token, rows, pool, tokens = carry
-            takes = i < queries - 1
-            inputs = place(packed, start + i, takes.astype(jnp.int32), 1)
-            attend = make_attend(inputs, backend=backend, mesh=mesh)
-            hidden, pool = self.model.forward(params, token[:, None], inputs.positions, pool, attend)
-            drawn = sampling.draw(self.model.logits(params, hidden)[:, 0], rows, no_mask, flags)
-            tokens = lax.dynamic_update_index_in_dim(tokens, drawn.token, i, 1)
-            return drawn.token, sampling.record(rows, drawn.token, takes), pool, tokens
 
-        count = jnp.clip(queries - 1, 0, drafts)
-        tokens = Proposed.empty(slot.shape[0], drafts).tokens
-        carry = (slots.tokens[slot, start], sampling.rows_of(slots, slot), pool, tokens)
-        # As many steps as the row with the most drafts wants, so one program serves every K.
-        _, _, pool, tokens = lax.fori_loop(0, jnp.max(count), step, carry)
-        return Proposed(tokens=tokens, count=count), pool
+def propose_with(
+    model: Model,
+    params: Params,
+    pool: KVPool,
+    slots: SlotState,
+    packed: Array,
+    *,
+    drafts: int,
+    backend: str,
+    mesh: Mesh,
+) -> tuple[Proposed, KVPool]:
+    """Draw up to `drafts` tokens a row from a model that keeps its K/V in the target's pool."""
+    slot, queries = packed[:, 0], _queries(slots, packed)
+    start = slots.kv_len[slot]
+    flags = packed[:, 3] & ~(RowFlag.LOGPROBS | RowFlag.MASK)
+    no_mask = jnp.zeros((slot.shape[0], -(-model.shape.vocab // 32)), jnp.uint32)
+
+    def step(i, carry):
+        token, rows, pool, tokens = carry
+        takes = i < queries - 1
+        inputs = place(packed, start + i, takes.astype(jnp.int32), 1)
+        attend = make_attend(inputs, backend=backend, mesh=mesh)
+        hidden, pool = model.forward(params, token[:, None], inputs.positions, pool, attend)
+        drawn = sampling.draw(model.logits(params, hidden)[:, 0], rows, no_mask, flags)
+        tokens = lax.dynamic_update_index_in_dim(tokens, drawn.token, i, 1)
+        return drawn.token, sampling.record(rows, drawn.token, takes), pool, tokens
+
+    count = jnp.clip(queries - 1, 0, drafts)
+    tokens = Proposed.empty(slot.shape[0], drafts).tokens
+    carry = (slots.tokens[slot, start], sampling.rows_of(slots, slot), pool, tokens)
+    # As many steps as the row with the most drafts wants, so one program serves every K.
+    _, _, pool, tokens = lax.fori_loop(0, jnp.max(count), step, carry)
+    return Proposed(tokens=tokens, count=count), pool
 
 
 def verify(

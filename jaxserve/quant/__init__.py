@@ -1,17 +1,23 @@
 """The one door between activations and weight matrices: every weight is read here and nowhere else.
 
-A weight is an array today; a quantised one becomes another branch here, and no model changes."""
+A weight is an array or a QTensor (`jaxserve.quant.qtensor`); no model knows which."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array, lax
 
+from jaxserve.quant.qtensor import QTensor, multiply
+
 
 def matmul(x: Array, weight: nnx.Variable, *, is_transposed: bool = False) -> Array:
     """x [..., I] times weight [I, *O] (transposed: [O, I]) -> [..., *O] float32, accumulated in float32."""
     w = weight.get_value()
+    if isinstance(w, QTensor):
+        return multiply(x, w)
     x = x.astype(w.dtype)
     if not is_transposed:
         return _dot(x, w, ((x.ndim - 1,), (0,)))
@@ -23,7 +29,11 @@ def matmul(x: Array, weight: nnx.Variable, *, is_transposed: bool = False) -> Ar
 
 def take_rows(weight: nnx.Variable, ids: Array) -> Array:
     """Rows of an embedding [V, D].  ids: [...] int32 in [0, V) -> [..., D]."""
-    return weight.get_value().at[ids].get(mode="clip")
+    w = weight.get_value()
+    if not isinstance(w, QTensor):
+        return w.at[ids].get(mode="clip")
+    rows = replace(w, values=w.values.at[ids].get(mode="clip"), scale=w.scale.at[ids].get(mode="clip"))
+    return (rows.unpacked().astype(jnp.float32) * rows.scale[..., None]).astype(w.dtype)
 
 
 def _transposed(x: Array, w: Array) -> Array:

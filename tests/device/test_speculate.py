@@ -15,9 +15,10 @@ from jaxserve.catalogue import Catalogue
 from jaxserve.config import EngineConfig, SchedulerConfig
 from jaxserve.device.sampling import DRAWN_WIDTH
 from jaxserve.device.sharding import make_mesh
-from jaxserve.device.speculate import FirstLayers, NGram, Proposed, accept, verify
+from jaxserve.device.speculate import NGram, Proposed, accept, verify
 from jaxserve.device.state import KVPool, RowFlag, SlotShape, SlotState
 from jaxserve.device.steps import HEAD
+from jaxserve.drafts import make_draft
 from jaxserve.models.decoder import Layout
 from jaxserve.models.loading import load_params
 from jaxserve.request import SamplingParams
@@ -117,18 +118,18 @@ def exact_probabilities(logits: np.ndarray, temperature: float, top_k: int, top_
 
 
 @pytest.mark.parametrize("layout", ["list", "stacked"])
-def test_drafts_from_the_first_layers_change_no_token_in_either_layout(tmp_path: Path, layout: Layout) -> None:
+def test_drafts_from_the_targets_own_weights_change_no_token_in_either_layout(tmp_path: Path, layout: Layout) -> None:
     """The scan over stacked weights is what a TPU runs."""
     files, mesh = resolve(str(write_tiny_model(tmp_path / "tiny"))), make_mesh(jax.devices(), 1)
     model, params = load_params(files, dtype="float32", mesh=mesh, layout=layout)
     prompt, pages = tuple(np.random.default_rng(1).integers(3, 400, 20).tolist()), (1, 2, 3, 4)
     texts = []
-    for draft, drafts in ((None, 0), (FirstLayers(model.first_layers(1)), 3)):
+    for name, drafts in (("none", 0), ("self:layers=1", 3), ("self:int4", 3)):
         scheduler = SchedulerConfig(
             slots=1, page_size=16, num_pages=5, max_len=64, queue_limit=1, decode_buckets=(1,),
             prefill_buckets=((1, 32),), num_drafts=drafts,
         )  # fmt: skip
-        config = EngineConfig(slots=1)
+        config, draft = EngineConfig(slots=1), make_draft(name, model)
         runner = Runner(params, Catalogue.of(model, scheduler, config, mesh=mesh, backend="xla", draft=draft))
         runner.warm_up()
         load = SlotLoad(0, prompt, len(prompt), 60, 0, (), 0, SamplingParams(temperature=0))
@@ -138,7 +139,7 @@ def test_drafts_from_the_first_layers_change_no_token_in_either_layout(tmp_path:
         while len(prompt) + len(text) < 60:
             text += runner.dispatch(plan).result().rows[0].token_ids
         texts.append(text)
-    assert texts[0] == texts[1] and len(texts[0]) == 40
+    assert all(text == texts[0] for text in texts[1:]) and len(texts[0]) == 40
 
 
 def test_the_device_stops_at_a_rows_limit_whatever_it_is_asked_for() -> None:
