@@ -60,7 +60,7 @@ def time_masks(llm: LLM, params: SamplingParams, rows: int, drafts: int) -> floa
     assert request.make_mask is not None
     masks = [request.make_mask() for _ in range(rows)]
     filler = MaskFiller(-(-llm.engine.info.vocab // 32))
-    answer = llm.tokenizer.encode('[{"name": "Ada", "age": 36, "tags": ["x", 1]}, ' * 6)
+    answer = llm.tokenizer.encode("[" + '{"name": "Ada", "age": 36, "tags": ["x", 1]}, ' * 6)
     seconds = []
     for at, token_id in enumerate(answer):
         ahead = answer[at : at + drafts]
