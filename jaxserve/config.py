@@ -120,6 +120,7 @@ class SchedulerConfig:
     prefill_buckets: tuple[tuple[int, int], ...]  # (rows, chunk) of the compiled prefill programs
     prefill_seconds: tuple[float, ...] = ()  # measured time of each prefill bucket; empty = not known, no bound
     num_drafts: int = 0  # K of the verify program; 0 = plain decode
+    has_draft_pool: bool = False  # the draft keeps K/V of its own, in pages of the same ids
     batch_invariant: bool = False
     age_seconds: float = 30.0  # waiting this long is worth one level of priority
 

@@ -38,8 +38,12 @@ class DecodePlanner:
                 continue
             room = sequence.limit - sequence.shortest
             if room > 0:
-                ready.append((sequence, min(self.queries if sequence.speculates else 1, room)))
+                ready.append((sequence, min(self.queries if self._has_drafts(sequence) else 1, room)))
         return ready
+
+    def _has_drafts(self, sequence: SequenceState) -> bool:
+        """A draft that keeps K/V of its own can go on only from where the target stands."""
+        return sequence.speculates and (not self.config.has_draft_pool or sequence.is_draft_level)
 
     def _missing(self, sequence: SequenceState, q_len: int) -> int:
         """Pages it lacks for the longest case."""
@@ -79,8 +83,8 @@ class DecodePlanner:
         if missing:
             sequence.pages += self.roster.pool.allocate(missing)
             sequence.row = None
-        row = sequence.row
-        if row is None or row.q_len != q_len:
+        row, is_drafted = sequence.row, self.config.has_draft_pool and self._has_drafts(sequence)
+        if row is None or (row.q_len, row.is_drafted) != (q_len, is_drafted):
             request = sequence.request
             row = sequence.row = Row(
                 sequence=sequence.number,
@@ -91,6 +95,7 @@ class DecodePlanner:
                 pages=tuple(sequence.pages),
                 logprobs=request.params.logprobs,
                 masked=request.make_mask is not None,
+                is_drafted=is_drafted,
             )
-        sequence.unread.append(q_len)
+        sequence.plan_decode(q_len, is_drafted=is_drafted)
         return row

@@ -14,6 +14,7 @@ from jaxserve.config import SchedulerConfig
 from jaxserve.request import Chunk, ErrorCode, FinishReason, Request, RequestError, TokenLogprobs
 from jaxserve.sched.counters import SchedulerLoad
 from jaxserve.sched.decode import DecodePlanner
+from jaxserve.sched.drafting import DraftPlanner
 from jaxserve.sched.plan import Cut, Outcome, Plan, Row, RowOutcome
 from jaxserve.sched.prefill import PrefillPlanner
 from jaxserve.sched.roster import Roster
@@ -30,6 +31,7 @@ class Scheduler:
         self.roster = Roster(config)
         self._decode = DecodePlanner(config, self.roster)
         self._prefill = PrefillPlanner(config, self.roster)
+        self._drafting = DraftPlanner(config, self.roster, self._prefill)
         self._requests: dict[str, list[SequenceState]] = {}  # id -> its living sequences
         self._sequences_made = 0
         self._unread_steps = 0
@@ -107,7 +109,11 @@ class Scheduler:
             if decode or prefill:
                 self._unread_steps += 1
                 self.roster.counters.steps += 1
-                return Plan(step=self.roster.counters.steps, loads=loads, prefill=prefill, decode=decode)
+                draft_prefill = self._drafting.plan(prefill) if self.config.has_draft_pool else None
+                return Plan(
+                    step=self.roster.counters.steps, loads=loads, prefill=prefill, decode=decode,
+                    draft_prefill=draft_prefill,
+                )  # fmt: skip
             if self._unread_steps or not self.roster.alive:
                 return None
             self._end_too_large()
