@@ -29,10 +29,10 @@ test: setup
 	$(BIN)/python -m pytest -m 'not full' tests/engine
 	$(BIN)/python -m pytest -m 'not full' tests/kernels
 
-# The kernels and the device half alone: run once more on a newer jax with
+# The kernels, the device half and the compilers' word alone: run once more on a newer jax with
 #   make test-device VENV=.venv-next PYTHON=python3.12 CONSTRAINTS=constraints-next.txt EXTRA=device-test
 test-device: setup
-	$(BIN)/python -m pytest -m 'not full' tests/kernels tests/device
+	$(BIN)/python -m pytest -m 'not full' tests/kernels tests/device tests/compilers
 
 check: lint test
 

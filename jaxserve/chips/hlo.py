@@ -98,10 +98,16 @@ class Program:
                         waiting.append(called)
         return found
 
+    def fused(self, instruction: Instruction) -> tuple[Instruction, ...]:
+        """What a fusion does, one by one."""
+        if not instruction.opcode.startswith("fusion"):
+            return ()
+        bodies = [self.computations.get(name, ()) for how, name in instruction.called if how == "calls"]
+        return tuple(each for body in bodies for each in body)
+
     def writes_in_place(self, instruction: Instruction) -> bool:
         """A fusion around a scatter or a slice update: its result is its operand, changed."""
-        inner = [self.computations.get(name, ()) for how, name in instruction.called if how == "calls"]
-        return any(each.opcode in ("scatter", "dynamic-update-slice") for body in inner for each in body)
+        return any(each.opcode in ("scatter", "dynamic-update-slice") for each in self.fused(instruction))
 
 
 def parse(text: str) -> Program:
@@ -134,10 +140,12 @@ def _instruction(name: str, rest: str) -> Instruction:
 
 
 def collectives(program: Program) -> tuple[Collective, ...]:
-    """Every collective once, however it was split into a start and an end."""
+    """Every collective once, whether split into a start and an end or alone in a fusion (as jax 0.11's CUDA compiler has
+    them)."""
     found = []
     for name, is_in_loop in program.reached().items():
-        for instruction in program.computations[name]:
+        body = program.computations[name]
+        for instruction in (*body, *(inner for each in body for inner in program.fused(each))):
             kind = instruction.opcode.removesuffix("-start")
             if kind in COLLECTIVES:
                 # The start of a gather holds its operand and its result: the larger one is the result.

@@ -7,13 +7,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
 import tempfile
 from pathlib import Path
 
 from jaxserve.chips import parse_topology
 from jaxserve.chips.compilers import use_compiler
 from jaxserve.config import EngineConfig
+from tests.compilers.dumps import dump_into
 
 CONFIGS = Path(__file__).parents[1] / "data" / "models" / "configs"
 PAGES = 1024  # of 64 tokens: 16 sequences of 4,096
@@ -31,7 +31,7 @@ def main() -> None:
     topology = parse_topology(flags.topology)
     use_compiler(topology.chip.platform)
     with tempfile.TemporaryDirectory() as folder:
-        os.environ["XLA_FLAGS"] = f"--xla_dump_to={folder}"
+        dump_into(folder)
         print(json.dumps(compile_all(flags, Path(folder))))
 
 

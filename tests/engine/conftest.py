@@ -1,7 +1,9 @@
-"""Engines on the tiny model.  An engine with the same options is built once a session and lent to every test."""
+"""Engines on the tiny model.  One with the same options is built once a module and lent to its tests.  (Not once a session:
+each holds thousands of memory maps, and a process has no more than 65,530.)"""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -19,7 +21,7 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("tiny") / "tiny")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def engines(tiny_folder: Path) -> Iterator[Engines]:
     built: dict[tuple, LLM] = {}
 
@@ -31,8 +33,9 @@ def engines(tiny_folder: Path) -> Iterator[Engines]:
         return built[key]
 
     yield engine
-    for llm in built.values():
-        llm.close()
+    while built:
+        built.popitem()[1].close()
+    gc.collect()  # the programs of an engine that is gone
 
 
 @pytest.fixture

@@ -18,12 +18,13 @@ from pathlib import Path
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from tests.compilers.dumps import dump_into
 from tests.kernels import h200
 
 
 def main(module: str, names: Sequence[str]) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        h200.dump_into(folder)
+        dump_into(folder)
         programs = importlib.import_module(module)
         for name in names:
             report = _compile(*programs.program(name))

@@ -24,6 +24,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as Spec
 
 from pallas_kernels import paged_attention
+from tests.compilers.dumps import dump_into
 from tests.kernels import h200
 
 INT32 = jnp.dtype("int32")
@@ -171,7 +172,7 @@ def _assembled(path: Path) -> dict[str, str | int]:
 
 def main(names: list[str]) -> None:
     with tempfile.TemporaryDirectory() as dumps:
-        h200.dump_into(dumps)
+        dump_into(dumps)
         for name in names:
             print(json.dumps(asdict(compile_shape(name, SHAPES[name], Path(dumps)))), flush=True)
 

@@ -18,15 +18,6 @@ def mesh() -> Mesh:
     return make_mesh(describe_devices(parse_topology("h200:1")), 1)
 
 
-def dump_into(folder: str) -> None:
-    """Every kernel's PTX.  Before the first program is compiled."""
-    from jax.version import __version_info__
-
-    newer = " --xla_dump_emitter_re=ptx" if __version_info__ >= (0, 11) else ""
-    os.environ["XLA_FLAGS"] = f"--xla_dump_to={folder}{newer}"
-    os.environ |= {"MOSAIC_GPU_DUMP_PTX": "1", "MOSAIC_GPU_DUMP_TO": folder}
-
-
 def assemble(path: Path) -> dict[str, str | int]:
     """What the assembler says of a kernel, and how many matmul instructions it holds."""
     command = ["ptxas", "-v", "--gpu-name=sm_90a", str(path), "-o", os.devnull]

@@ -22,7 +22,7 @@ STEPS = {  # rows, queries
     "verify": (64, 5),
     "prefill": (4, 512),
 }
-LAYERS, PAGES = 8, 512  # of a layer
+LAYERS, PAGES = 8, 2048  # of a layer
 
 
 def program(name: str) -> tuple[Callable[..., jax.Array], list[jax.ShapeDtypeStruct]]:
