@@ -1,7 +1,7 @@
 """The list of programs an engine needs, with the shapes of everything they take.  Compiles and holds nothing itself.
 
 Names: "load", "decode R" (with a draft instead: "propose R", "verify R", "accept R"), "prefill RxQ", "score T" (prompt
-logprobs, T = R x Q of the prefill call), "sample R"."""
+logprobs, T = R x Q of the prefill call), "sample R", and with a draft that is a model of its own "draft prefill RxQ"."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as Spec
 from jaxserve.config import EngineConfig, SchedulerConfig
 from jaxserve.device import speculate, steps
 from jaxserve.device.attention import POOL, pool_head_dim
+from jaxserve.device.draft_model import SecondModel
 from jaxserve.device.sharding import abstract
 from jaxserve.device.slots import load_slot, load_width
 from jaxserve.device.speculate import Draft, Proposed
@@ -80,15 +81,28 @@ class Catalogue:
         return -(-self.model.shape.vocab // 32)
 
     @property
+    def second(self) -> SecondModel | None:
+        """The draft, when it is one with a pool of its own."""
+        return self.draft if isinstance(self.draft, SecondModel) else None
+
+    @property
     def pool_head_dim(self) -> int:
-        """H' of the pool."""
+        """H' of the target's pool."""
         return pool_head_dim(self.model.shape.head_dim, self.mesh)
 
     @property
     def page_bytes(self) -> int:
         """What one page takes on each device, over all layers."""
-        shape = self.model.shape
-        row_bytes = self.pool_head_dim * jnp.dtype(self.model.dtype).itemsize
+        return self._page_bytes(self.model)
+
+    @property
+    def draft_page_bytes(self) -> int:
+        """What a page takes of the draft's own pool, beside that."""
+        return self._page_bytes(self.second.model) if self.second else 0
+
+    def _page_bytes(self, model: Model) -> int:
+        shape = model.shape
+        row_bytes = pool_head_dim(shape.head_dim, self.mesh) * jnp.dtype(model.dtype).itemsize
         return shape.layers * 2 * shape.kv_heads // self.mesh.size * self.scheduler.page_size * row_bytes
 
     @property
@@ -98,15 +112,18 @@ class Catalogue:
         return sum(leaf.size * leaf.dtype.itemsize for leaf in slots)
 
     def new_pool(self) -> KVPool:
-        return self._make_pool()()
+        return self._make_pool(self.model)()
+
+    def new_draft_pool(self) -> KVPool | None:
+        return self._make_pool(self.second.model)() if self.second else None
 
     def new_slots(self) -> SlotState:
         return self._make_slots()()
 
-    def _make_pool(self):
+    def _make_pool(self, model: Model):
         make = partial(
-            KVPool.zeros, self.model.shape, pages=self.scheduler.num_pages, page_size=self.scheduler.page_size,
-            head_dim=self.pool_head_dim, dtype=jnp.dtype(self.model.dtype),
+            KVPool.zeros, model.shape, pages=self.scheduler.num_pages, page_size=self.scheduler.page_size,
+            head_dim=pool_head_dim(model.shape.head_dim, self.mesh), dtype=jnp.dtype(model.dtype),
         )  # fmt: skip
         return jax.jit(make, out_shardings=NamedSharding(self.mesh, POOL))
 
@@ -117,7 +134,9 @@ class Catalogue:
         """Every program.  A program's outputs are pinned to what its consumer was compiled for."""
         shape, replicated, array = self.model.shape, self.replicated, self._array
         weights = jax.tree.map(abstract, params)
-        pool = _placed(self._make_pool().eval_shape(), NamedSharding(self.mesh, POOL))
+        pool_place = NamedSharding(self.mesh, POOL)
+        pool = _placed(self._make_pool(self.model).eval_shape(), pool_place)
+        draft_pool = _placed(self._make_pool(self.second.model).eval_shape(), pool_place) if self.second else pool
         slots = _placed(self._make_slots().eval_shape(), replicated)
         # Of the arrays themselves: how a draft's part of stacked weights lies in memory is known once it is cut.
         draft_weights = jax.tree.map(abstract, self.draft.weights(params)) if self.draft else {}
@@ -125,7 +144,7 @@ class Catalogue:
         device = self.mesh.devices.flat[0]
         options = COMPILER_OPTIONS.get(device.platform, {}) | COMPILER_OPTIONS.get(device.device_kind, {})
         jit = partial(jax.jit, compiler_options=options or None)
-        forward_out = (replicated, NamedSharding(self.mesh, POOL))
+        forward_out = (replicated, pool_place)
         load = jit(partial(load_slot, shape=self.slot_shape), donate_argnums=0, out_shardings=replicated)
         wanted: Wanted = {"load": (load, (slots, array(load_width(self.slot_shape))))}
         for rows in self.scheduler.decode_buckets:
@@ -138,7 +157,7 @@ class Catalogue:
             proposed = _placed(jax.eval_shape(partial(Proposed.empty, rows, drafts)), replicated)
             step = partial(self.draft.propose, drafts=drafts, **common)
             step = jit(step, donate_argnums=1, out_shardings=forward_out)
-            wanted[f"propose {rows}"] = (step, (draft_weights, pool, slots, packed))
+            wanted[f"propose {rows}"] = (step, (draft_weights, draft_pool, slots, packed))
             step = jit(partial(speculate.verify, self.model, **common), donate_argnums=1, out_shardings=forward_out)
             wanted[f"verify {rows}"] = (step, (weights, pool, slots, packed, proposed))
             step = jit(speculate.accept, donate_argnums=0, out_shardings=replicated)
@@ -149,6 +168,10 @@ class Catalogue:
             step = partial(steps.prefill, self.model, queries=chunk, **common)
             step = jit(step, donate_argnums=1, out_shardings=forward_out)
             wanted[f"prefill {rows}x{chunk}"] = (step, (weights, pool, slots, packed))
+            if self.second:
+                step = partial(self.second.prefill, queries=chunk, **common)
+                step = jit(step, donate_argnums=1, out_shardings=pool_place)
+                wanted[f"draft prefill {rows}x{chunk}"] = (step, (draft_weights, draft_pool, slots, packed))
             score = jit(partial(steps.prompt_logprobs, self.model), out_shardings=replicated)
             hidden = array(rows * chunk, shape.width, dtype=self.model.dtype)
             wanted[f"score {rows * chunk}"] = (score, (weights, hidden, slots, array(3)))
@@ -170,7 +193,8 @@ class Catalogue:
         rows, chunk = max(self.scheduler.prefill_buckets, key=lambda bucket: bucket[0] * bucket[1])
         most = self.scheduler.decode_buckets[-1]
         steps = (f"decode {most}",) if self.draft is None else (f"propose {most}", f"verify {most}", f"accept {most}")
-        return (*steps, f"prefill {rows}x{chunk}", f"sample {self.sample_buckets[-1]}")
+        prefills = (f"prefill {rows}x{chunk}", *([f"draft prefill {rows}x{chunk}"] if self.second else ()))
+        return (*steps, *prefills, f"sample {self.sample_buckets[-1]}")
 
     def _mask(self, rows: int) -> jax.ShapeDtypeStruct:
         return self._array(rows, self.mask_words, dtype="uint32")

@@ -52,7 +52,7 @@ class EngineConfig:
         False, "one decode and one prefill shape: a row's bits never depend on its mates", "scheduling"
     )
 
-    draft: str = option("none", "what proposes tokens ahead: none, ngram or self:layers=N", "speculation")
+    draft: str = option("none", "what proposes tokens ahead: none, ngram, self:layers=N or model:REF", "speculation")
     speculate_tokens: int = option(SPECULATE_TOKENS, "draft tokens that a step verifies, with --draft", "speculation")
 
     max_stop_ids: int = option(16, "stop ids (end-of-sequence ids included) a request may have", "limits")

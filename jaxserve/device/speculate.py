@@ -46,7 +46,8 @@ class Draft(Protocol):
     def propose(
         self, params: Params, pool: KVPool, slots: SlotState, packed: Array, *, drafts: int, backend: str, mesh: Mesh
     ) -> tuple[Proposed, KVPool]:
-        """packed [R, HEAD + P].  May write K/V only at the positions that the verify call will write."""
+        """packed [R, HEAD + P]; pool: its own, else the target's.  May write K/V only at the positions that the verify
+        call will write."""
         ...
 
 
@@ -68,7 +69,7 @@ class NGram:
     ) -> tuple[Proposed, KVPool]:
         slot, start = packed[:, 0], slots.kv_len[packed[:, 0]]
         tokens, count = jax.vmap(self._look_up, (0, 0, None))(slots.tokens[slot], start + 1, drafts)
-        return Proposed(tokens=tokens, count=jnp.where(_queries(slots, packed) > 1, count, 0)), pool
+        return Proposed(tokens=tokens, count=jnp.where(queries_of(slots, packed) > 1, count, 0)), pool
 
     def _look_up(self, tokens: Array, length: Array, drafts: int) -> tuple[Array, Array]:
         """tokens [max_len], length of them known -> drafts [K], count."""
@@ -104,23 +105,34 @@ class FirstLayers:
     def propose(
         self, params: Params, pool: KVPool, slots: SlotState, packed: Array, *, drafts: int, backend: str, mesh: Mesh
     ) -> tuple[Proposed, KVPool]:
-        slot, queries = packed[:, 0], _queries(slots, packed)
-        start = slots.kv_len[slot]
-        flags = packed[:, 3] & ~(RowFlag.LOGPROBS | RowFlag.MASK)
-        no_mask = jnp.zeros((slot.shape[0], -(-self.model.shape.vocab // 32)), jnp.uint32)
+        proposed, _, pool = roll_out(self.model, params, pool, slots, packed, drafts=drafts, backend=backend, mesh=mesh)
+        return proposed, pool
 
-        def step(carry, i):
-            token, rows, pool = carry
-            takes = i < queries - 1
-            inputs = place(packed, start + i, takes.astype(jnp.int32), 1)
-            attend = make_attend(inputs, backend=backend, mesh=mesh)
-            hidden, pool = self.model.forward(params, token[:, None], inputs.positions, pool, attend)
-            drawn = sampling.draw(self.model.logits(params, hidden)[:, 0], rows, no_mask, flags)
-            return (drawn.token, sampling.record(rows, drawn.token, takes), pool), drawn.token
 
-        carry = (slots.tokens[slot, start], sampling.rows_of(slots, slot), pool)
-        (_, _, pool), tokens = lax.scan(step, carry, lax.iota(jnp.int32, drafts))
-        return Proposed(tokens=tokens.T, count=jnp.maximum(queries - 1, 0)), pool
+def roll_out(
+    model: Model, params: Params, pool: KVPool, slots: SlotState, packed: Array, *, drafts: int, backend: str,
+    mesh: Mesh,
+) -> tuple[Proposed, Array, KVPool]:  # fmt: skip
+    """Let a model draw tokens behind each row's newest, as the row's own sampling would.
+
+    -> drafts, the token that stands last [R] (no step was fed it), pool."""
+    slot, queries = packed[:, 0], queries_of(slots, packed)
+    start = slots.kv_len[slot]
+    flags = packed[:, 3] & ~(RowFlag.LOGPROBS | RowFlag.MASK)
+    no_mask = jnp.zeros((slot.shape[0], -(-model.shape.vocab // 32)), jnp.uint32)
+
+    def step(carry, i):
+        token, rows, pool = carry
+        takes = i < queries
+        inputs = place(packed, start + i, takes.astype(jnp.int32), 1)
+        attend = make_attend(inputs, backend=backend, mesh=mesh)
+        hidden, pool = model.forward(params, token[:, None], inputs.positions, pool, attend)
+        drawn = sampling.draw(model.logits(params, hidden)[:, 0], rows, no_mask, flags)
+        return (drawn.token, sampling.record(rows, drawn.token, takes), pool), drawn.token
+
+    carry = (slots.tokens[slot, start], sampling.rows_of(slots, slot), pool)
+    (newest, _, pool), tokens = lax.scan(step, carry, lax.iota(jnp.int32, drafts))
+    return Proposed(tokens=tokens.T, count=jnp.maximum(queries - 1, 0)), newest, pool
 
 
 def verify(
@@ -130,7 +142,7 @@ def verify(
     """The last token of each row and its drafts -> logits [R, K+1, V] of all of them."""
     slot = packed[:, 0]
     start = slots.kv_len[slot]
-    q_len = jnp.minimum(_queries(slots, packed), 1 + proposed.count)
+    q_len = jnp.minimum(queries_of(slots, packed), 1 + proposed.count)
     inputs = place(packed, start, q_len, 1 + proposed.tokens.shape[1])
     tokens = jnp.concatenate([slots.tokens[slot, start][:, None], proposed.tokens], axis=1)
     attend = make_attend(inputs, backend=backend, mesh=mesh)
@@ -179,7 +191,7 @@ def accept(
     return jnp.concatenate([jnp.maximum(q_len - 1, 0)[:, None], drawn], axis=1), slots
 
 
-def _queries(slots: SlotState, packed: Array) -> Array:
+def queries_of(slots: SlotState, packed: Array) -> Array:
     """[R]: a row's last token and as many drafts as its plan and its limit allow; 0 = inert."""
     slot = packed[:, 0]
     return jnp.clip(packed[:, 1], 0, jnp.maximum(slots.limit[slot] - slots.length[slot], 0))
