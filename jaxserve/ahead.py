@@ -47,7 +47,7 @@ class Report:
     compile_seconds: float  # tracing included
     collectives: tuple[hlo.Collective, ...]
     dots: tuple[str, ...]  # the distinct ones: result, and precision of the operands
-    pool_copies: tuple[str, ...]  # instructions that make another array as large as the pool
+    pool_copies: tuple[str, ...]  # instructions that make another array as large as the pool or its scales
     weight_copies: tuple[str, ...]  # another array of a weight matrix's shape, of one layer or of all
     narrow_weights: tuple[
         str, ...
@@ -181,8 +181,8 @@ def _report(
     memory, text = compiled.memory_analysis(), compiled.as_text()
     assert memory is not None and text is not None, "both compilers tell memory and text"
     program = hlo.parse(text)
-    dtype = {"bfloat16": "bf16", "float32": "f32"}[described.model.dtype]
-    pool_bytes = catalogue.page_bytes * catalogue.scheduler.num_pages
+    dtype = hlo.DTYPES[described.model.dtype]
+    pool = {(hlo.DTYPES[str(leaf.dtype)], local_bytes(leaf)) for leaf in jax.tree.leaves(catalogue.abstract_pool)}
     matrices = _matrix_shapes(described)
 
     def is_weight(array: hlo.Array) -> bool:
@@ -197,7 +197,7 @@ def _report(
         compile_seconds=seconds,
         collectives=hlo.collectives(program),
         dots=hlo.dots(program),
-        pool_copies=hlo.copies(program, lambda array: array.dtype == dtype and array.nbytes == pool_bytes),
+        pool_copies=hlo.copies(program, lambda array: (array.dtype, array.nbytes) in pool),
         weight_copies=hlo.copies(program, lambda array: is_weight(array) and not array.is_on_chip),
         narrow_weights=hlo.copies(program, lambda array: is_weight(array) and array.has_narrow_tiles),
     )

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as Spec
 
 from jaxserve.config import EngineConfig, SchedulerConfig
 from jaxserve.device import speculate, steps
-from jaxserve.device.attention import POOL, pool_head_dim
+from jaxserve.device.attention import pool_head_dim, pool_sharding
 from jaxserve.device.draft_model import SecondModel
 from jaxserve.device.sharding import abstract
 from jaxserve.device.slots import load_slot, load_width
@@ -43,6 +43,7 @@ class Catalogue:
     slot_shape: SlotShape
     mesh: Mesh
     backend: str  # of paged attention
+    kv_dtype: str  # of the pool
     draft: Draft | None = None
 
     @staticmethod
@@ -55,8 +56,9 @@ class Catalogue:
             biases=config.max_logit_bias, allowed_ids=config.max_allowed_ids,
         )  # fmt: skip
         return Catalogue(
-            model=model, scheduler=scheduler, slot_shape=slot_shape, mesh=mesh, backend=backend, draft=draft
-        )
+            model=model, scheduler=scheduler, slot_shape=slot_shape, mesh=mesh, backend=backend,
+            kv_dtype=config.kv_dtype_for(model.dtype), draft=draft,
+        )  # fmt: skip
 
     @property
     def replicated(self) -> NamedSharding:
@@ -92,7 +94,7 @@ class Catalogue:
 
     @property
     def page_bytes(self) -> int:
-        """What one page takes on each device, over all layers."""
+        """What one page takes on each device, over all layers, scales included."""
         return self._page_bytes(self.model)
 
     @property
@@ -101,9 +103,8 @@ class Catalogue:
         return self._page_bytes(self.second.model) if self.second else 0
 
     def _page_bytes(self, model: Model) -> int:
-        shape = model.shape
-        row_bytes = pool_head_dim(shape.head_dim, self.mesh) * jnp.dtype(model.dtype).itemsize
-        return shape.layers * 2 * shape.kv_heads // self.mesh.size * self.scheduler.page_size * row_bytes
+        leaves = jax.tree.leaves(self._abstract_pool(model))
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves) // self.scheduler.num_pages // self.mesh.size
 
     @property
     def slot_bytes(self) -> int:
@@ -120,12 +121,24 @@ class Catalogue:
     def new_slots(self) -> SlotState:
         return self._make_slots()()
 
+    @property
+    def abstract_pool(self) -> KVPool:
+        """Shapes and shardings of the target's pool."""
+        return self._abstract_pool(self.model)
+
+    def _abstract_pool(self, model: Model) -> KVPool:
+        pool = self._make_pool(model).eval_shape()
+        return jax.tree.map(
+            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+            pool, pool_sharding(pool, self.mesh),
+        )  # fmt: skip
+
     def _make_pool(self, model: Model):
         make = partial(
             KVPool.zeros, model.shape, pages=self.scheduler.num_pages, page_size=self.scheduler.page_size,
-            head_dim=pool_head_dim(model.shape.head_dim, self.mesh), dtype=jnp.dtype(model.dtype),
+            head_dim=pool_head_dim(model.shape.head_dim, self.mesh), dtype=jnp.dtype(self.kv_dtype),
         )  # fmt: skip
-        return jax.jit(make, out_shardings=NamedSharding(self.mesh, POOL))
+        return jax.jit(make, out_shardings=pool_sharding(jax.eval_shape(make), self.mesh))
 
     def _make_slots(self):
         return jax.jit(partial(SlotState.empty, self.slot_shape), out_shardings=self.replicated)
@@ -134,9 +147,10 @@ class Catalogue:
         """Every program.  A program's outputs are pinned to what its consumer was compiled for."""
         shape, replicated, array = self.model.shape, self.replicated, self._array
         weights = jax.tree.map(abstract, params)
-        pool_place = NamedSharding(self.mesh, POOL)
-        pool = _placed(self._make_pool(self.model).eval_shape(), pool_place)
-        draft_pool = _placed(self._make_pool(self.second.model).eval_shape(), pool_place) if self.second else pool
+        pool = self.abstract_pool
+        pool_out = pool_sharding(pool, self.mesh)
+        draft_pool = self._abstract_pool(self.second.model) if self.second else pool
+        draft_pool_out = pool_sharding(draft_pool, self.mesh)
         slots = _placed(self._make_slots().eval_shape(), replicated)
         # Of the arrays themselves: how a draft's part of stacked weights lies in memory is known once it is cut.
         draft_weights = jax.tree.map(abstract, self.draft.weights(params)) if self.draft else {}
@@ -144,7 +158,7 @@ class Catalogue:
         device = self.mesh.devices.flat[0]
         options = COMPILER_OPTIONS.get(device.platform, {}) | COMPILER_OPTIONS.get(device.device_kind, {})
         jit = partial(jax.jit, compiler_options=options or None)
-        forward_out = (replicated, pool_place)
+        forward_out = (replicated, pool_out)
         load = jit(partial(load_slot, shape=self.slot_shape), donate_argnums=0, out_shardings=replicated)
         wanted: Wanted = {"load": (load, (slots, array(load_width(self.slot_shape))))}
         for rows in self.scheduler.decode_buckets:
@@ -156,7 +170,7 @@ class Catalogue:
             drafts = self.scheduler.num_drafts
             proposed = _placed(jax.eval_shape(partial(Proposed.empty, rows, drafts)), replicated)
             step = partial(self.draft.propose, drafts=drafts, **common)
-            step = jit(step, donate_argnums=1, out_shardings=forward_out)
+            step = jit(step, donate_argnums=1, out_shardings=(replicated, draft_pool_out))
             wanted[f"propose {rows}"] = (step, (draft_weights, draft_pool, slots, packed))
             step = jit(partial(speculate.verify, self.model, **common), donate_argnums=1, out_shardings=forward_out)
             wanted[f"verify {rows}"] = (step, (weights, pool, slots, packed, proposed))
@@ -170,7 +184,7 @@ class Catalogue:
             wanted[f"prefill {rows}x{chunk}"] = (step, (weights, pool, slots, packed))
             if self.second:
                 step = partial(self.second.prefill, queries=chunk, **common)
-                step = jit(step, donate_argnums=1, out_shardings=pool_place)
+                step = jit(step, donate_argnums=1, out_shardings=draft_pool_out)
                 wanted[f"draft prefill {rows}x{chunk}"] = (step, (draft_weights, draft_pool, slots, packed))
             score = jit(partial(steps.prompt_logprobs, self.model), out_shardings=replicated)
             hidden = array(rows * chunk, shape.width, dtype=self.model.dtype)

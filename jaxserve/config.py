@@ -11,8 +11,10 @@ from typing import Literal, get_args
 
 Accelerator = Literal["auto", "cpu", "gpu", "tpu"]
 DTypeName = Literal["auto", "float32", "bfloat16"]
+KVDTypeName = Literal["auto", "float32", "bfloat16", "float8_e4m3fn", "int8"]
 AttentionBackend = Literal["auto", "xla", "pallas_tpu", "pallas_triton", "pallas_mosaic_gpu", "reference"]
 
+KV_8_BITS = ("float8_e4m3fn", "int8")
 SPECULATE_TOKENS = 4  # unless chosen
 MAX_DRAFTS = 15  # a verify row then has 16 queries, the most a decode kernel is made for
 DEFAULT_MODEL = "smollm2-135m-instruct"
@@ -29,7 +31,7 @@ class EngineConfig:
 
     model: str = option(DEFAULT_MODEL, "packaged name, folder, .gguf file or hf:org/name", "model")
     accelerator: Accelerator = option("auto", "which devices to run on", "model")
-    dtype: DTypeName = option("auto", "of weights and KV; auto = float32 on cpu, bfloat16 elsewhere", "model")
+    dtype: DTypeName = option("auto", "of weights and activations; auto = float32 on cpu, bfloat16 elsewhere", "model")
     tensor_parallel: int = option(1, "devices to split every layer over", "model")
     attention_backend: AttentionBackend = option(
         "auto", "paged attention implementation; auto = the device's kernel where it serves, else xla", "model"
@@ -38,6 +40,7 @@ class EngineConfig:
 
     max_len: int = option(0, "longest sequence (prompt + output); 0 = the model's context, at most 8192", "memory")
     pool: str = option("auto", "tokens of KV that the page pool holds, or auto = what memory allows", "memory")
+    kv_dtype: KVDTypeName = option("auto", "of the pool; auto = that of the weights; 8 bits come with scales", "memory")
     page_size: int = option(64, "tokens per page", "memory")
     memory_fraction: float = option(0.9, "share of the free device memory the pool may take", "memory")
     cpu_pool_fraction: float = option(0.1, "share of the host's available RAM the pool may take on cpu", "memory")
@@ -71,12 +74,17 @@ class EngineConfig:
         for name, choices in (
             ("accelerator", Accelerator),
             ("dtype", DTypeName),
+            ("kv_dtype", KVDTypeName),
             ("attention_backend", AttentionBackend),
         ):
             if getattr(self, name) not in get_args(choices):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be one of {', '.join(get_args(choices))}")
         if self.page_size < 16 or self.page_size % 16:
             raise ValueError(f"page_size={self.page_size} must be a multiple of 16 (kernels load whole 16-token tiles)")
+        if self.kv_dtype in KV_8_BITS and self.page_size % 32:
+            raise ValueError(
+                f"page_size={self.page_size} must be a multiple of 32 with kv_dtype={self.kv_dtype} (tiles of 8-bit numbers)"
+            )
         for name in ("slots", "queue_limit", "tensor_parallel", "max_stop_ids", "max_logit_bias", "max_allowed_ids"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
@@ -98,6 +106,10 @@ class EngineConfig:
             raise ValueError(
                 f"pool={self.pool!r} must be auto or a number of tokens, at least one page ({self.page_size})"
             )
+
+    def kv_dtype_for(self, weights: str) -> str:
+        """The pool's dtype beside weights of this one."""
+        return weights if self.kv_dtype == "auto" else self.kv_dtype
 
     @property
     def num_drafts(self) -> int:

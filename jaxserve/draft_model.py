@@ -31,7 +31,7 @@ def load_draft_model(
         raise ValueError(f"{name} has a context of {context}, below max_len={max_len}: lower --max-len to {context}")
     refusal = why_not(
         backend, shape=described.shape, softcap=described.config.attention_softcap, dtype=target.dtype,
-        page_size=config.page_size, queries=config.prefill_chunk, mesh=mesh,
+        kv_dtype=config.kv_dtype_for(target.dtype), page_size=config.page_size, queries=config.prefill_chunk, mesh=mesh,
     )  # fmt: skip
     if refusal:
         raise ValueError(f"{name}: attention_backend={backend!r} serves the model, but not this draft: {refusal}")

@@ -45,7 +45,7 @@ def roofline(
     weights, head = _matrix_bytes(params)
     itemsize = jnp.dtype(catalogue.model.dtype).itemsize
     fetched = sum(min(length, window + queries - 1) if window else length for window in windows)  # a row, all layers
-    kv_bytes = 2 * rows * fetched * shape.kv_heads * catalogue.pool_head_dim * itemsize
+    kv_bytes = rows * fetched / shape.layers * catalogue.page_bytes * devices / catalogue.scheduler.page_size
     # Two flops to a weight and token, the head only for each row's last; scores, and the values they weigh.
     flops = 2 * rows * (queries * weights + head) / itemsize
     flops += 4 * rows * _seen(queries, length, windows) * shape.heads * shape.head_dim

@@ -24,8 +24,8 @@ from checkpoints.hub import resolve
 from checkpoints.packaged import cache_folder
 from jaxserve.buckets import decode_buckets, prefill_buckets
 from jaxserve.catalogue import Catalogue
-from jaxserve.config import EngineConfig, SchedulerConfig
-from jaxserve.device.attention import why_not
+from jaxserve.config import KV_8_BITS, EngineConfig, SchedulerConfig
+from jaxserve.device.attention import TPU_LANES, why_not
 from jaxserve.device.draft_model import SecondModel
 from jaxserve.device.sharding import make_mesh
 from jaxserve.device.speculate import Draft
@@ -113,15 +113,20 @@ def choose_attention(config: EngineConfig, *, model: Decoder, mesh: Mesh) -> tup
     def refusal(backend: str) -> str | None:
         return why_not(
             backend, shape=model.shape, softcap=model.config.attention_softcap, dtype=model.dtype,
-            page_size=config.page_size, queries=config.prefill_chunk, mesh=mesh,
+            kv_dtype=config.kv_dtype_for(model.dtype), page_size=config.page_size, queries=config.prefill_chunk, mesh=mesh,
         )  # fmt: skip
 
+    platform = mesh.devices.flat[0].platform
+    if platform == "tpu" and config.kv_dtype in KV_8_BITS and config.page_size % TPU_LANES:
+        raise ValueError(
+            f"kv_dtype={config.kv_dtype} on a TPU needs page_size={TPU_LANES} or a multiple, not {config.page_size}: the scales of"
+            " a page fill whole registers, else the compiler copies all of them at every step"
+        )
     asked = config.attention_backend
     if asked != "auto":
         if refused := refusal(asked):
             raise ValueError(f"attention_backend={asked!r} cannot serve here: {refused}")
         return asked, "as asked"
-    platform = mesh.devices.flat[0].platform
     kernel = KERNELS.get(platform)
     if kernel is None:
         return "xla", f"no kernel for the platform {platform}"
@@ -221,7 +226,8 @@ def _tell(console: Console, runner: Runner, info: ModelInfo, scheduler: Schedule
     console.print(
         f"{info.name}: {info.parameters / 1e6:.1f}M parameters, {info.dtype}, on {info.device},"
         f" attention {info.attention_backend} ({reason})\n"
-        f"pool: {scheduler.num_pages - 1} pages of {scheduler.page_size} = {scheduler.pool_tokens} tokens,"
+        f"pool: {scheduler.num_pages - 1} pages of {scheduler.page_size} = {scheduler.pool_tokens} tokens in"
+        f" {runner.catalogue.kv_dtype},"
         f" {fit} sequences of {scheduler.max_len} fit at once; {scheduler.slots} slots\n"
         f"{_pool_sizes(runner.catalogue)}"
         f"weights {loading:.1f} s, programs {warming:.1f} s ({misses} compiled, the rest from the cache)"

@@ -22,11 +22,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from jaxserve.config import EngineConfig
-from jaxserve.request import Chunk, ErrorCode, FinishReason, RequestError
-from jaxserve.streams import merge
+from jaxserve.request import Chunk, RequestError
 from server.args import Parser, ServerConfig, add_flags, choose_platform, config_of
-from server.backend import Answer, Backend
+from server.backend import Backend
 from server.batch_files import Line, Output, count_lines, read_lines
+from server.calls import submitted
 from server.limits import Limits
 from server.openai_response import body_of
 from server.openai_schema import Asked, asked_of
@@ -154,32 +154,35 @@ class Batch:
             self._room.release()
 
     def _translate(self, line: Line) -> Asked:
-        return asked_of(
+        asked = asked_of(
             line.body,
             line.kind,
             request_id=f"batch-{line.number}",
             models=self._models,
             tokenizer=self._backend.tokenizer,
             limits=self._limits,
+            now=time.monotonic(),
         )
+        if asked.stream:
+            raise RequestError("stream must be false: this answer comes as a whole", field="stream")
+        if asked.user is not None:
+            raise RequestError("user is for a server's log: a batch file has custom_id", field="user")
+        return asked
 
     async def _samples(self, asked: Asked) -> list[Chunk]:
-        """One whole chunk per sample.  RequestError for this line's fault, Failure for the engine's."""
-        count = asked.request.params.n
+        """One whole chunk per choice.  RequestError for this line's fault, Failure for the engine's."""
+        count = len(asked.requests) * asked.n
         while self._open and not self._backend.has_room(count):
             await asyncio.sleep(FULL_WAIT)
         if self._backend.failure is not None:
             raise Failure(f"the engine has stopped: {self._backend.failure}")
-        answer = self._backend.submit(asked.request)
         self._open += 1
         try:
-            return await collect(answer, count)
+            with submitted(asked.requests, self._backend) as running:
+                return await running.samples()
         except RequestError:
             if self._backend.failure is not None:  # every open line would get an error line of which none is its fault
                 raise Failure(f"the engine has stopped: {self._backend.failure}") from None
-            raise
-        except asyncio.CancelledError:
-            answer.abort()
             raise
         finally:
             self._open -= 1
@@ -187,18 +190,6 @@ class Batch:
     def _count(self, what: str) -> None:
         self._counts[what] += 1
         self._progress.update(self._bar, completed=sum(self._counts.values()), tokens=self._tokens)
-
-
-async def collect(answer: Answer, count: int) -> list[Chunk]:
-    """The `count` samples, whole, by index."""
-    chunks: list[list[Chunk]] = [[] for _ in range(count)]
-    async for chunk in answer:
-        chunks[chunk.index].append(chunk)
-    samples = [merge(each) for each in chunks]
-    for sample in samples:
-        if sample.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH):
-            raise RequestError(sample.error or "the request was aborted", code=ErrorCode.INTERNAL)
-    return samples
 
 
 def _progress() -> Progress:

@@ -35,8 +35,8 @@ if TYPE_CHECKING:  # imports jax, which may start only once the compiler's envir
 GIB, MIB = 2**30, 2**20
 # What of the engine's config shapes its programs and its memory.
 FLAGS = (
-    "model", "dtype", "tensor_parallel", "attention_backend", "max_len", "pool", "page_size", "memory_fraction", "slots",
-    "prefill_chunk", "prefill_tokens", "batch_invariant", "max_stop_ids", "max_logit_bias", "max_allowed_ids",
+    "model", "dtype", "tensor_parallel", "attention_backend", "max_len", "pool", "kv_dtype", "page_size", "memory_fraction",
+    "slots", "prefill_chunk", "prefill_tokens", "batch_invariant", "max_stop_ids", "max_logit_bias", "max_allowed_ids",
 )  # fmt: skip
 
 
@@ -74,6 +74,7 @@ def plan(flags: argparse.Namespace, topology: Topology, config: EngineConfig, co
     described = describe(hf, topology, config, name=name)
     head = (
         f"{name} on {config.tensor_parallel} of {topology.num_devices} devices of {topology.name}, {described.model.dtype},"
+        f" KV {config.kv_dtype_for(described.model.dtype)},"
         f" attention {described.attention_backend} ({described.attention_reason})"
     )
     console.print(head)
@@ -156,6 +157,7 @@ def facts(described: Described, topology: Topology, sizing: Sizing, length: int)
         "chip": dataclasses.asdict(topology.chip),
         "devices": described.mesh.size,
         "dtype": described.model.dtype,
+        "kv_dtype": sizing.catalogue.kv_dtype,
         "attention": {"backend": described.attention_backend, "reason": described.attention_reason},
         "bytes_of_a_device": {
             "usable": sizing.usable_bytes, "weights": sizing.weight_bytes, "slots": sizing.slot_bytes,

@@ -1,4 +1,4 @@
-"""The service as a whole: the gRPC server, its health, and how both follow one engine's life.
+"""The service as a whole: both fronts, their health, and how they follow one engine's life.
 
 Knows no signals and no process: `server.main` does, and tests start an App in their own event loop on port 0."""
 
@@ -9,6 +9,7 @@ import logging
 import socket
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TypeVar
 
 import grpc.aio
@@ -17,7 +18,10 @@ from grpc_reflection.v1alpha import reflection
 
 from server.args import MIB, ServerConfig
 from server.backend import Backend
+from server.calls import Calls
 from server.grpc_service import GenerationService
+from server.http_api import http_app
+from server.http_server import HttpServer
 from server.pb.jaxserve.v1 import generation_pb2 as pb
 from server.pb.jaxserve.v1 import generation_pb2_grpc as pb_grpc
 
@@ -50,38 +54,50 @@ def channel_options(config: ServerConfig, *, ping_interval_ms: int = PING_INTERV
     ]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ports:
+    """Where the fronts listen; http None = there is none."""
+
+    grpc: int
+    http: int | None
+
+
 class App:
     """`start` (answers, NOT_SERVING), `attach` an engine (SERVING), `stop` (drain).  One use each."""
 
     def __init__(self, config: ServerConfig, *, options: list[tuple[str, int]] | None = None):
         self._config = config
         self._server = grpc.aio.server(options=options or channel_options(config))
-        self._service = GenerationService(config)
+        self._calls = Calls(config)
+        self._http = HttpServer(http_app(self._calls)) if config.http_port >= 0 else None
         self._health = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]  (not in the stubs)
         self._backend: Backend | None = None
         self._watcher: asyncio.Task[None] | None = None
         self._failed = asyncio.Event()
-        pb_grpc.add_GenerationServicer_to_server(self._service, self._server)
+        pb_grpc.add_GenerationServicer_to_server(GenerationService(self._calls), self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         names = (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)
 
-    async def start(self) -> int:
-        """Listens; -> the port.  ValueError when it cannot."""
+    async def start(self) -> Ports:
+        """Listens.  ValueError when it cannot."""
         _check_address(self._config.host, self._config.port)
         host = f"[{self._config.host}]" if ":" in self._config.host else self._config.host
         try:
             port = self._server.add_insecure_port(f"{host}:{self._config.port}")
         except RuntimeError as error:
             raise ValueError(f"cannot listen on {host}:{self._config.port} ({error})") from None
+        http_port = None
+        if self._http is not None:
+            http_port = await self._http.start(self._config.host, self._config.http_port)
         await self._set_health(NOT_SERVING)
         await self._server.start()
-        return port
+        return Ports(grpc=port, http=http_port)
 
     async def attach(self, backend: Backend) -> None:
         """Serve with this engine, which is warm and started."""
         self._backend = backend
-        self._service.attach(backend)
+        self._calls.attach(backend)
         await self._set_health(SERVING)
         self._watcher = asyncio.create_task(self._watch(backend))
 
@@ -102,14 +118,16 @@ class App:
             if has_ended:
                 stopping.result()
         await self._flush()
+        if self._http is not None:
+            await self._http.stop(0.5)
         await self._server.stop(0.5)
-        self._service.close()
+        self._calls.close()
         return has_ended
 
     async def _flush(self) -> None:
         """Waits for calls whose last messages are on their way (a health watcher's call never ends by itself)."""
         end = asyncio.get_running_loop().time() + FLUSH_SECONDS
-        while self._service.open_calls and asyncio.get_running_loop().time() < end:
+        while self._calls.open_calls and asyncio.get_running_loop().time() < end:
             await asyncio.sleep(0.02)
 
     async def _watch(self, backend: Backend) -> None:

@@ -29,8 +29,9 @@ class ServerConfig:
 
     host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 = every network interface", "service")
     port: int = option(50051, "port of the gRPC service; 0 = any free one", "service")
+    http_port: int = option(8000, "port of the HTTP service; 0 = any free one, -1 = no HTTP", "service")
     drain_timeout: float = option(30.0, "seconds that running requests get to finish after SIGTERM", "service")
-    max_message_mb: int = option(64, "largest gRPC message in MiB, both ways", "service")
+    max_message_mb: int = option(64, "largest gRPC message (both ways) and HTTP body in MiB", "service")
     max_prompt_mb: int = option(4, "longest prompt text in MiB (a chat's contents together)", "service")
     tokenizer_threads: int = option(2, "threads that encode prompts and render chat templates", "service")
     log_level: LogLevel = option("info", "what goes to stderr", "service")  # noqa: RUF009  (it is dataclasses.field)
@@ -40,6 +41,10 @@ class ServerConfig:
             raise ValueError("host is empty: name an address, e.g. 127.0.0.1 or 0.0.0.0")
         if not 0 <= self.port <= 65535:
             raise ValueError(f"port={self.port} must be between 0 and 65535")
+        if not -1 <= self.http_port <= 65535:
+            raise ValueError(f"http_port={self.http_port} must be between 0 and 65535, or -1 for no HTTP")
+        if self.http_port == self.port > 0:
+            raise ValueError(f"http_port={self.http_port} is the gRPC service's port: choose another")
         if not 0 <= self.drain_timeout <= 86400:
             raise ValueError(f"drain_timeout={self.drain_timeout} must be between 0 and 86400 seconds")
         if not 1 <= self.max_message_mb <= 1024:
@@ -97,7 +102,7 @@ def config_of(flags: argparse.Namespace, config_class: type[Config]) -> Config:
 
 def parse_server_flags(argv: Sequence[str] | None) -> tuple[EngineConfig, ServerConfig]:
     """What `serve.py` was told; a wrong value ends the process with one sentence and exit code 2."""
-    parser = Parser("Serve a language model over gRPC.")
+    parser = Parser("Serve a language model over gRPC and HTTP.")
     add_flags(parser, EngineConfig)
     add_flags(parser, ServerConfig)
     flags = parser.parse_args(argv)

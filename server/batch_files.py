@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from jaxserve.request import ErrorCode, RequestError
-from server.json_types import Json, quote, text, wrong
-from server.openai_schema import URLS, Kind, refuse_unknown
+from server.json_types import Json, load_json, quote, text, wrong
+from server.openai_fields import Kind, refuse_unknown
+from server.openai_schema import URLS
 
 MAX_LINE_BYTES = 64 * 2**20
 MAX_CUSTOM_ID = 512  # characters
@@ -67,7 +68,7 @@ def _parse(number: int, raw: bytes) -> Line:
     try:
         if len(raw) > MAX_LINE_BYTES:
             raise RequestError(f"the line has over {MAX_LINE_BYTES} bytes")
-        record = _load(raw)
+        record = load_json(raw, "the line")
         if not isinstance(record, dict):
             raise wrong("the line", "a JSON object", record)
         if "custom_id" not in record:
@@ -85,17 +86,6 @@ def _parse(number: int, raw: bytes) -> Line:
         return Line(number=number, custom_id=custom_id, kind=URLS[url], body=record.get("body"))
     except RequestError as error:
         return Line(number=number, custom_id=custom_id, error=error)
-
-
-def _load(raw: bytes) -> Json:
-    try:
-        return json.loads(raw.decode("utf-8-sig"))
-    except UnicodeDecodeError:
-        raise RequestError("the line is not UTF-8") from None
-    except RecursionError:
-        raise RequestError("the line is nested too deep") from None
-    except ValueError as error:  # JSONDecodeError, and a number of thousands of digits
-        raise RequestError(f"the line is not JSON: {error}") from None
 
 
 @dataclass

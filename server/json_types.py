@@ -3,8 +3,10 @@ than a glimpse of what was sent."""
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from jaxserve.request import RequestError
 
@@ -12,6 +14,39 @@ Json = dict | list | str | int | float | bool | None
 Check = Callable[[str, Json], object]
 
 MAX_QUOTE = 60  # characters of a wrong value that an error repeats
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """A field of a body: what checks its value, and the JSON schema that tells of it."""
+
+    check: Check
+    schema: Mapping[str, Json]
+
+
+def load_json(raw: bytes, what: str) -> Json:
+    """RFC 8259, in UTF-8, no name twice in an object.  what: names the text in the RequestError."""
+    try:
+        return json.loads(raw.decode("utf-8-sig"), object_pairs_hook=_object, parse_constant=_no_constant)
+    except UnicodeDecodeError:
+        raise RequestError(f"{what} is not UTF-8") from None
+    except RecursionError:
+        raise RequestError(f"{what} is nested too deep") from None
+    except ValueError as error:  # JSONDecodeError, and a number of thousands of digits
+        raise RequestError(f"{what} is not JSON: {error}") from None
+
+
+def _object(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        seen: set[str] = set()
+        twice = next(name for name, _ in pairs if name in seen or seen.add(name))
+        raise RequestError(f"{quote(twice)} stands twice in one object")
+    return found
+
+
+def _no_constant(name: str) -> Json:
+    raise ValueError(f"{name} is no number of JSON's")
 
 
 def quote(value: Json) -> str:

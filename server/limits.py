@@ -16,6 +16,8 @@ MAX_ID_BYTES = 256
 MAX_STOP_STRINGS = 32
 MAX_STOP_STRING_BYTES = 1024
 MAX_CHAT_MESSAGES = 4096
+MAX_PROMPTS = 1024
+MAX_TIMEOUT = 86_400  # seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +73,20 @@ class Limits:
         if count >= self.max_len:
             context = f"the context holds {self.max_len} (prompt and output together)"
             raise RequestError(f"{field} has {count} tokens, {context}", field=field)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HttpLimits:
+    """Of the HTTP front alone; told by /v1/models beside the others."""
+
+    max_body_bytes: int
+    max_prompts: int = MAX_PROMPTS  # of one call; with n samples each they must fit the slots and the queue
+    max_timeout: int = MAX_TIMEOUT
+    max_request_id_bytes: int = MAX_ID_BYTES  # of x-request-id
+
+    @staticmethod
+    def of(config: ServerConfig) -> HttpLimits:
+        return HttpLimits(max_body_bytes=config.max_message_mb * MIB)
 
 
 def check_bytes(field: str, text: str, limit: int) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import NoReturn
 
 from jaxserve.config import EngineConfig
-from server.app import App, in_thread
+from server.app import App, Ports, in_thread
 from server.args import ServerConfig, choose_platform, parse_server_flags
 from server.backend import Backend
 
@@ -55,7 +55,7 @@ def run(config: ServerConfig, load: Callable[[], Backend]) -> int:
 async def serve(config: ServerConfig, load: Callable[[], Backend]) -> int:
     signals = Signals()
     app = App(config)
-    port = await app.start()
+    ports = await app.start()
     loading = in_thread(load)
     if await _first(signals.received(), loading) is not loading:
         leave_now(0)  # nothing was accepted; a compile in a thread cannot be stopped
@@ -65,7 +65,7 @@ async def serve(config: ServerConfig, load: Callable[[], Backend]) -> int:
         await app.stop(0)
         raise
     await app.attach(backend)
-    print(f"jaxserve: {backend.info.name} answers gRPC on {config.host}:{port}", file=sys.stderr, flush=True)
+    print(f"jaxserve: {backend.info.name} answers {addresses(config.host, ports)}", file=sys.stderr, flush=True)
     failed = asyncio.ensure_future(app.failed())
     if await _first(signals.received(), failed) is failed:
         await app.stop(drain_timeout=0)
@@ -75,6 +75,12 @@ async def serve(config: ServerConfig, load: Callable[[], Backend]) -> int:
         log.error("the engine's loop did not end")
         return 1
     return 0 if backend.failure is None else 1
+
+
+def addresses(host: str, ports: Ports) -> str:
+    host = f"[{host}]" if ":" in host else host
+    grpc = f"gRPC on {host}:{ports.grpc}"
+    return grpc if ports.http is None else f"{grpc}, HTTP on http://{host}:{ports.http}"
 
 
 async def _first(*waits: Awaitable) -> asyncio.Future:

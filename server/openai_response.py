@@ -3,73 +3,115 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from jaxserve.request import Chunk, TokenLogprobs
+from jaxserve.request import Chunk, TokenLogprobs, Usage
 from jaxserve.text import Tokenizer
 from server.json_types import Json
+from server.openai_fields import Kind
 from server.openai_schema import Asked
 
-PromptLogprobs = Sequence[TokenLogprobs | None] | None
+OBJECTS: Mapping[Kind, str] = {"completion": "text_completion", "chat": "chat.completion"}
+
+
+def answer_id(asked: Asked) -> str:
+    return ("chatcmpl-" if asked.kind == "chat" else "cmpl-") + asked.id
 
 
 def body_of(
     asked: Asked, samples: Sequence[Chunk], *, model: str, created: int, tokenizer: Tokenizer
 ) -> dict[str, Json]:
-    """samples: one whole Chunk (all of its text, tokens, logprobs) per index, each finished; created: Unix seconds."""
-    is_chat = asked.kind == "chat"
-    prompt_logprobs = samples[0].prompt_logprobs  # every sample has the same prompt
-    choices = [_choice(asked, sample, prompt_logprobs, tokenizer) for sample in samples]
+    """samples: one whole Chunk (all of its text, tokens, logprobs) per choice, each finished; created: Unix seconds."""
     body: dict[str, Json] = {
-        "id": ("chatcmpl-" if is_chat else "cmpl-") + asked.request.id,
-        "object": "chat.completion" if is_chat else "text_completion",
+        "id": answer_id(asked),
+        "object": OBJECTS[asked.kind],
         "created": created,
         "model": model,
-        "choices": choices,
-        "usage": _usage(samples),
-        "seed": samples[0].seed,
+        "choices": [_choice(asked, place, sample, tokenizer) for place, sample in enumerate(samples)],
+        "usage": usage_of(asked, samples),
     }
-    if asked.wants_prompt_logprobs and is_chat:
-        body["prompt_logprobs"] = _prompt_logprobs(prompt_logprobs, tokenizer)
-    if asked.wants_token_ids and is_chat:
-        body["prompt_token_ids"] = list(asked.request.prompt_ids)
+    if asked.kind == "chat":
+        body |= prompt_parts(asked, 0, samples[0], tokenizer)
     return body
 
 
-def _choice(asked: Asked, sample: Chunk, prompt_logprobs: PromptLogprobs, tokenizer: Tokenizer) -> dict[str, Json]:
-    assert sample.finish_reason is not None, "a choice is made of a finished sample"
-    choice: dict[str, Json] = {
-        "index": sample.index,
-        "finish_reason": sample.finish_reason.value,
-        "stop_reason": sample.stop_reason,
-        "logprobs": None,
-    }
+def _choice(asked: Asked, place: int, sample: Chunk, tokenizer: Tokenizer) -> dict[str, Json]:
+    position = place // asked.n
+    choice: dict[str, Json] = {"index": place}
     if asked.kind == "chat":
         choice["message"] = {"role": "assistant", "content": sample.text or ""}
-        if sample.logprobs is not None:
-            choice["logprobs"] = {"content": [_chat_entry(entry, tokenizer) for entry in sample.logprobs]}
     else:
-        choice["text"] = (asked.echo or "") + (sample.text or "")
-        if sample.logprobs is not None or asked.request.params.logprobs is not None:
-            choice["logprobs"] = _completion_logprobs(asked, sample, prompt_logprobs, tokenizer)
-        if asked.wants_prompt_logprobs:
-            choice["prompt_logprobs"] = _prompt_logprobs(prompt_logprobs, tokenizer)
-        if asked.wants_token_ids:
-            choice["prompt_token_ids"] = list(asked.request.prompt_ids)
+        choice["text"] = (asked.echoes[position] if asked.echoes else "") + (sample.text or "")
+    choice["logprobs"] = Logprobs(asked, position, tokenizer).of(sample)
+    if asked.kind == "completion":
+        choice |= prompt_parts(asked, position, sample, tokenizer)
     if asked.wants_token_ids:
         choice["token_ids"] = list(sample.token_ids)
-    return choice
+    return choice | finish_parts(sample)
 
 
-def _usage(samples: Sequence[Chunk]) -> dict[str, Json]:
-    usages = [sample.usage for sample in samples if sample.usage is not None]
-    prompt, completion = usages[0].prompt_tokens, sum(usage.completion_tokens for usage in usages)
+def finish_parts(sample: Chunk) -> dict[str, Json]:
+    """How a choice ended; the seed (given or drawn) with which its call gives the same answer again."""
+    assert sample.finish_reason is not None, "a choice ends with a finished sample"
+    return {"finish_reason": sample.finish_reason.value, "stop_reason": sample.stop_reason, "seed": sample.seed}
+
+
+def prompt_parts(asked: Asked, position: int, chunk: Chunk, tokenizer: Tokenizer) -> dict[str, Json]:
+    """What was asked for of the prompt itself: in every choice of a completion, once for a chat."""
+    parts: dict[str, Json] = {}
+    if asked.wants_prompt_logprobs:
+        parts["prompt_logprobs"] = [entry and _by_id(entry, tokenizer) for entry in chunk.prompt_logprobs or ()]
+    if asked.wants_token_ids:
+        parts["prompt_token_ids"] = list(asked.requests[position].prompt_ids)
+    return parts
+
+
+def usage_of(asked: Asked, samples: Sequence[Chunk]) -> dict[str, Json]:
+    """A prompt counts once, however many samples it has; samples: the last chunk, or the whole, of each choice."""
+    usages = [sample.usage or Usage() for sample in samples]
+    prompt = sum(usage.prompt_tokens for usage in usages[:: asked.n])
+    completion = sum(usage.completion_tokens for usage in usages)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": usages[0].cached_tokens},
+        "prompt_tokens_details": {"cached_tokens": sum(usage.cached_tokens for usage in usages[:: asked.n])},
     }
+
+
+class Logprobs:
+    """A choice's logprobs in its call's form, part after part of a stream or as a whole."""
+
+    def __init__(self, asked: Asked, position: int, tokenizer: Tokenizer):
+        self._asked = asked
+        self._tokenizer = tokenizer
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._length = 0  # of the text so far
+        # with echo the prompt's tokens come first, the very first without a logprob
+        self._echoed: Sequence[int] = asked.requests[position].prompt_ids if asked.echoes else ()
+
+    def of(self, chunk: Chunk) -> Json:
+        """None when they were not asked for."""
+        if self._asked.params.logprobs is None:
+            return None
+        entries = chunk.logprobs or ()
+        if self._asked.kind == "chat":
+            return {"content": [_chat_entry(entry, self._tokenizer) for entry in entries]}
+        ids = [*self._echoed, *chunk.token_ids]
+        both = [*(chunk.prompt_logprobs or ()), *entries] if self._echoed else entries
+        self._echoed = ()
+        return {
+            "tokens": [_name(token_id, self._tokenizer) for token_id in ids],
+            "token_logprobs": [entry and entry.logprob for entry in both],
+            "top_logprobs": [entry and _top(entry, self._tokenizer) for entry in both],
+            "text_offset": [self._offset(token_id) for token_id in ids],
+        }
+
+    def _offset(self, token_id: int) -> int:
+        """Where the token begins, in characters."""
+        begin = self._length
+        self._length += len(self._decoder.decode(self._tokenizer.token_bytes(token_id)))
+        return begin
 
 
 def _chat_entry(entry: TokenLogprobs, tokenizer: Tokenizer) -> dict[str, Json]:
@@ -79,28 +121,6 @@ def _chat_entry(entry: TokenLogprobs, tokenizer: Tokenizer) -> dict[str, Json]:
 
     top: list[Json] = [named(token_id, logprob) for token_id, logprob in entry.top]
     return {**named(entry.token_id, entry.logprob), "top_logprobs": top}
-
-
-def _completion_logprobs(
-    asked: Asked, sample: Chunk, prompt_logprobs: PromptLogprobs, tokenizer: Tokenizer
-) -> dict[str, Json]:
-    """Parallel lists; with echo the prompt's tokens come first, the very first without a logprob."""
-    entries: list[TokenLogprobs | None] = list(sample.logprobs or ())
-    ids = list(sample.token_ids)
-    if asked.echo is not None:
-        entries = [*(prompt_logprobs or ()), *entries]
-        ids = [*asked.request.prompt_ids, *ids]
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    offsets, length = [], 0
-    for token_id in ids:
-        offsets.append(length)
-        length += len(decoder.decode(tokenizer.token_bytes(token_id)))
-    return {
-        "tokens": [_name(token_id, tokenizer) for token_id in ids],
-        "token_logprobs": [entry and entry.logprob for entry in entries],
-        "top_logprobs": [entry and _top(entry, tokenizer) for entry in entries],
-        "text_offset": offsets,
-    }
 
 
 def _top(entry: TokenLogprobs, tokenizer: Tokenizer) -> dict[str, Json]:
@@ -121,12 +141,8 @@ def _name(token_id: int, tokenizer: Tokenizer) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
 
-def _prompt_logprobs(entries: PromptLogprobs, tokenizer: Tokenizer) -> list[Json]:
-    """Per position: null, or token id -> logprob, rank, text."""
-    return [entry and _by_id(entry, tokenizer) for entry in entries or ()]
-
-
 def _by_id(entry: TokenLogprobs, tokenizer: Tokenizer) -> dict[str, Json]:
+    """Token id -> logprob, rank, text."""
     ranked = [(token_id, logprob, rank) for rank, (token_id, logprob) in enumerate(entry.top, 1)]
     ranked.append((entry.token_id, entry.logprob, entry.rank))
     return {

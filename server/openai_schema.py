@@ -1,139 +1,101 @@
-"""OpenAI request bodies -> Request.  Strict: a field that is unknown, not supported or of a wrong type is refused by
+"""OpenAI request bodies -> requests.  Strict: a field that is unknown, not supported or of a wrong type is refused by
 name; none is ignored.
 
-Names that OpenAI does not have are vLLM's.  `null` is the same as leaving a field out.  Knows no HTTP: a batch file's
-lines come through here as well."""
+Knows no HTTP: a batch file's lines come through here as well."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from jaxserve.request import ErrorCode, Request, RequestError, SamplingParams
 from jaxserve.text import Tokenizer
-from server.json_types import Check, Json, biases, boolean, integer, integers, number, quote, text, texts, wrong
-from server.limits import Limits, check_bytes
+from server.json_types import Json, quote
+from server.limits import MAX_PROMPTS, Limits, check_bytes
+from server.openai_fields import FIELDS, SAMPLING, Kind, Prompt, checked
 from server.prompts import chat_ids, text_ids
-
-Kind = Literal["completion", "chat"]
 
 URLS: Mapping[str, Kind] = {"/v1/completions": "completion", "/v1/chat/completions": "chat"}
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions; a chat may use the whole context
-MESSAGE_FIELDS = ("role", "content")
-
-
-def prompt_value(name: str, value: Json) -> str | list[int]:
-    if isinstance(value, str):
-        return text(name, value)
-    if isinstance(value, list) and value and isinstance(value[0], str | list):
-        raise RequestError("prompt must be one text or one list of token ids: send one request per prompt", field=name)
-    if not isinstance(value, list):
-        raise wrong(name, "a text or a list of token ids", value)
-    return integers(name, value)
-
-
-def message_list(name: str, value: Json) -> list:
-    """What stands in the messages is checked where the template is rendered."""
-    if not isinstance(value, list):
-        raise wrong(name, "a list of messages", value)
-    for index, message in enumerate(value):
-        if isinstance(message, dict):
-            refuse_unknown(message, MESSAGE_FIELDS, where=f"{name}[{index}].")
-    return value
-
-
-# SamplingParams' fields that bodies name and type alike.
-SAMPLING: Mapping[str, Check] = {
-    "min_tokens": integer,
-    "n": integer,
-    "temperature": number,
-    "top_k": integer,
-    "top_p": number,
-    "min_p": number,
-    "presence_penalty": number,
-    "frequency_penalty": number,
-    "repetition_penalty": number,
-    "logit_bias": biases,
-    "allowed_token_ids": integers,
-    "banned_token_ids": integers,
-    "seed": integer,
-    "stop": texts,
-    "stop_token_ids": integers,
-    "include_stop_str_in_output": boolean,
-    "ignore_eos": boolean,
-    "skip_special_tokens": boolean,
-    "speculate": boolean,
-    "prompt_logprobs_start": integer,
-}
-COMMON: Mapping[str, Check] = {
-    **SAMPLING,
-    "model": text,
-    "max_tokens": integer,
-    "prompt_logprobs": integer,
-    "stream": boolean,
-    "priority": integer,
-    "cache_salt": text,
-    "return_token_ids": boolean,
-}
-FIELDS: Mapping[Kind, Mapping[str, Check]] = {
-    "completion": {**COMMON, "prompt": prompt_value, "echo": boolean, "logprobs": integer},
-    "chat": {
-        **COMMON,
-        "messages": message_list,
-        "max_completion_tokens": integer,
-        "logprobs": boolean,
-        "top_logprobs": integer,
-        "add_generation_prompt": boolean,
-    },
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """A body, translated, and what the shape of its answer depends on."""
+    """A body, translated, and what the shape of its answer depends on.  Choice `position * n + index` is sample `index`
+    of prompt `position`."""
 
     kind: Kind
-    request: Request
-    echo: str | None  # the prompt's text, to stand in front of the completion
+    id: str
+    requests: tuple[Request, ...]  # one per prompt, which differ in the prompt alone
+    echoes: tuple[str, ...] | None  # the prompts' texts, to stand in front of the completions
     wants_prompt_logprobs: bool
     wants_token_ids: bool
+    stream: bool
+    include_usage: bool  # in a stream
+    user: str | None  # whom the client serves, for the log
+
+    @property
+    def params(self) -> SamplingParams:
+        return self.requests[0].params
+
+    @property
+    def n(self) -> int:
+        return self.params.n
 
 
 def asked_of(
-    body: Json, kind: Kind, *, request_id: str, models: Sequence[str], tokenizer: Tokenizer, limits: Limits
+    body: Json,
+    kind: Kind,
+    *,
+    request_id: str,
+    models: Sequence[str],
+    tokenizer: Tokenizer,
+    limits: Limits,
+    now: float,
 ) -> Asked:
-    """models: the names this server answers to.  RequestError names the field at fault."""
-    if not isinstance(body, dict):
-        raise wrong("body", "a JSON object", body)
-    given = {name: value for name, value in body.items() if value is not None}
-    refuse_unknown(given, FIELDS[kind])
-    values: dict[str, Any] = {name: FIELDS[kind][name](name, value) for name, value in given.items()}
+    """models: the names this server answers to; now: time.monotonic(), from which a timeout counts.  RequestError names
+    the field at fault."""
+    values: dict[str, Any] = checked(body, FIELDS[kind])
+    check_model(values, models)
+    check_bytes("cache_salt", values.get("cache_salt", ""), limits.max_id_bytes)
+    check_bytes("user", values.get("user", ""), limits.max_id_bytes)
+    if "stream_options" in values and not values.get("stream"):
+        raise RequestError("stream_options needs stream: true", field="stream_options")
+    params = _params(values, kind, limits)  # before the prompts: a wrong number should cost no tokenising
+    if kind == "completion":
+        prompts, texts = _completion_prompts(values, params.n, tokenizer, limits)
+    else:
+        prompts, texts = [_chat_prompt(values, tokenizer, limits)], [""]
+    ids = [request_id] if len(prompts) == 1 else [f"{request_id}-{position}" for position in range(len(prompts))]
+    requests = [
+        Request(
+            id=each_id,
+            prompt_ids=prompt_ids,
+            params=params,
+            priority=values.get("priority", 0),
+            cache_salt=values.get("cache_salt", ""),
+            deadline=now + values["timeout"] if "timeout" in values else None,
+        )
+        for each_id, prompt_ids in zip(ids, prompts, strict=True)
+    ]
+    return Asked(
+        kind=kind,
+        id=request_id,
+        requests=tuple(requests),
+        echoes=tuple(texts) if values.get("echo") else None,
+        wants_prompt_logprobs="prompt_logprobs" in values,
+        wants_token_ids=values.get("return_token_ids", False),
+        stream=values.get("stream", False),
+        include_usage=values.get("stream_options", {}).get("include_usage", False),
+        user=values.get("user"),
+    )
+
+
+def check_model(values: Mapping[str, Any], models: Sequence[str]) -> None:
     if values.get("model", models[0]) not in models:
         sentence = f"model {quote(values['model'])} is not served here; this is {' or '.join(models)}"
         raise RequestError(sentence, code=ErrorCode.NOT_FOUND, field="model")
-    if values.get("stream"):
-        raise RequestError("stream must be false: this answer comes as a whole", field="stream")
-    check_bytes("cache_salt", values.get("cache_salt", ""), limits.max_id_bytes)
-    params = _params(values, kind, limits)
-    if kind == "completion":
-        prompt_ids, prompt_text = _completion_prompt(values, tokenizer, limits)
-    else:
-        prompt_ids, prompt_text = _chat_prompt(values, tokenizer, limits), ""
-    request = Request(
-        id=request_id,
-        prompt_ids=prompt_ids,
-        params=params,
-        priority=values.get("priority", 0),
-        cache_salt=values.get("cache_salt", ""),
-    )
-    return Asked(
-        kind=kind,
-        request=request,
-        echo=prompt_text if values.get("echo") else None,
-        wants_prompt_logprobs="prompt_logprobs" in values,
-        wants_token_ids=values.get("return_token_ids", False),
-    )
 
 
 def _params(values: Mapping[str, Any], kind: Kind, limits: Limits) -> SamplingParams:
@@ -166,21 +128,50 @@ def _chat_logprobs(values: Mapping[str, Any]) -> int | None:
     return values.get("top_logprobs", 0) if values.get("logprobs") else None
 
 
-def _completion_prompt(values: Mapping[str, Any], tokenizer: Tokenizer, limits: Limits) -> tuple[tuple[int, ...], str]:
-    """Ids, and the text they stand for."""
+def _completion_prompts(
+    values: Mapping[str, Any], n: int, tokenizer: Tokenizer, limits: Limits
+) -> tuple[list[tuple[int, ...]], list[str]]:
+    """Ids of each prompt, and the texts they stand for."""
     if "prompt" not in values:
         raise RequestError("prompt is missing: give a text or a list of token ids", field="prompt")
-    prompt = values["prompt"]
+    prompts: list[Prompt] = values["prompt"]
+    if len(prompts) > MAX_PROMPTS or len(prompts) * n > limits.max_open_calls:
+        sentence = (
+            f"prompt holds {len(prompts)} prompts for n={n} samples each: this server takes {MAX_PROMPTS} prompts"
+        )
+        raise RequestError(f"{sentence} and {limits.max_open_calls} samples in one call", field="prompt")
+    add_bos = None if values.get("add_special_tokens", True) else False
+    check_bytes("prompt", "".join(each for each in prompts if isinstance(each, str)), limits.max_prompt_bytes)
+    names = ["prompt"] if len(prompts) == 1 else [f"prompt[{position}]" for position in range(len(prompts))]
+    ids = [
+        _prompt_ids(name, prompt, tokenizer, limits, add_bos=add_bos)
+        for name, prompt in zip(names, prompts, strict=True)
+    ]
+    wants_texts = values.get("echo", False)
+    texts = [each if isinstance(each, str) else tokenizer.decode(each) if wants_texts else "" for each in prompts]
+    return ids, texts
+
+
+def _prompt_ids(
+    name: str, prompt: Prompt, tokenizer: Tokenizer, limits: Limits, *, add_bos: bool | None
+) -> tuple[int, ...]:
     if isinstance(prompt, str):
-        return text_ids(tokenizer, prompt, limits=limits, field="prompt"), prompt
+        ids = text_ids(tokenizer, prompt, limits=limits, field=name, add_bos=add_bos)
+        limits.check_prompt_len(name, len(ids))
+        return ids
     if not prompt:
-        raise RequestError("prompt is empty: it must hold at least one token", field="prompt")
-    limits.check_prompt_len("prompt", len(prompt))
-    for token_id in prompt:
+        raise RequestError(f"{name} is empty: it must hold at least one token", field=name)
+    limits.check_prompt_len(name, len(prompt))
+    check_ids(name, prompt, tokenizer)
+    return tuple(prompt)
+
+
+def check_ids(name: str, ids: Sequence[int], tokenizer: Tokenizer) -> None:
+    """Before anything decodes them."""
+    for token_id in ids:
         if not 0 <= token_id < tokenizer.vocab_size:
             last = tokenizer.vocab_size - 1
-            raise RequestError(f"prompt holds {token_id}: token ids go from 0 to {last}", field="prompt")
-    return tuple(prompt), tokenizer.decode(prompt)
+            raise RequestError(f"{name} holds {token_id}: token ids go from 0 to {last}", field=name)
 
 
 def _chat_prompt(values: Mapping[str, Any], tokenizer: Tokenizer, limits: Limits) -> tuple[int, ...]:
@@ -188,10 +179,3 @@ def _chat_prompt(values: Mapping[str, Any], tokenizer: Tokenizer, limits: Limits
         raise RequestError("messages is missing: a chat needs at least one message", field="messages")
     generation = values.get("add_generation_prompt", True)
     return chat_ids(tokenizer, values["messages"], limits=limits, add_generation_prompt=generation)
-
-
-def refuse_unknown(given: Mapping[str, Json], known: Collection[str], where: str = "") -> None:
-    for name in given:
-        if name not in known:
-            field = where + (name if name.isidentifier() and len(name) <= 60 else quote(name))
-            raise RequestError(f"{field} is not a field that this server supports", field=field)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from jaxserve.request import RequestError
 from jaxserve.text import Tokenizer
@@ -29,5 +29,16 @@ def chat_ids(
             f"the chat has {len(messages)} messages, this server takes {limits.max_chat_messages}", field="messages"
         )
     contents = (message.get("content") for message in messages if isinstance(message, Mapping))
-    check_bytes("messages", "".join(text for text in contents if isinstance(text, str)), limits.max_prompt_bytes)
+    check_bytes("messages", "".join(part for content in contents for part in _texts(content)), limits.max_prompt_bytes)
     return tuple(render_chat(tokenizer, messages, add_generation_prompt=add_generation_prompt))
+
+
+def _texts(content: object) -> Iterator[str]:
+    """A message's text, or those of its parts; what else stands there is refused where the template is rendered."""
+    if isinstance(content, str):
+        yield content
+    elif isinstance(content, list):
+        for part in content:
+            text = part.get("text") if isinstance(part, Mapping) else part
+            if isinstance(text, str):
+                yield text

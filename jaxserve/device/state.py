@@ -49,9 +49,10 @@ class KVPool:
 
     @staticmethod
     def zeros(shape: ModelShape, *, pages: int, page_size: int, head_dim: int, dtype) -> KVPool:
-        """head_dim: H', of `jaxserve.device.attention.pool_head_dim`."""
+        """head_dim: H', of `jaxserve.device.attention.pool_head_dim`; dtype: of 8 bits, the pool has scales."""
         data = jnp.zeros((shape.layers * pages, 2, shape.kv_heads, page_size, head_dim), dtype)
-        return KVPool(data=data, pages=pages)
+        is_narrow = data.dtype.itemsize == 1
+        return KVPool(data=data, scale=jnp.zeros(data.shape[:-1], jnp.float32) if is_narrow else None, pages=pages)
 
 
 @struct.dataclass

@@ -55,6 +55,15 @@ def render_chat(
     return ids
 
 
+def render_text(tokenizer: Tokenizer, messages: Sequence[Mapping], *, add_generation_prompt: bool = True) -> str:
+    """The prompt as one text, control tokens by their words; for who must handle prompts as text, and trusts the
+    contents: encoded with `parse_special`, words in them become control tokens too."""
+    template = _compile(tokenizer)
+    text = template.render(_messages(messages), None, add_generation_prompt=add_generation_prompt)
+    words = {token_id: word for word, token_id in tokenizer.special_tokens.items()}
+    return _ALIAS.sub(lambda match: words[template.aliases[match[0]]], text)
+
+
 @dataclass(frozen=True, slots=True)
 class _Template:
     template: jinja2.Template

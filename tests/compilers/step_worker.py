@@ -26,6 +26,8 @@ def main() -> None:
     parser.add_argument("programs", nargs="+")
     parser.add_argument("--layers", type=int)
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--kv-dtype", default="auto")
+    parser.add_argument("--page-size", type=int, default=64)
     parser.add_argument("--attention", default="auto")
     flags = parser.parse_args()
     topology = parse_topology(flags.topology)
@@ -45,8 +47,9 @@ def compile_all(flags: argparse.Namespace, dump: Path) -> dict:
     if flags.layers:
         hf = {**hf, "num_hidden_layers": flags.layers}
     config = EngineConfig(
-        tensor_parallel=topology.num_devices, dtype=flags.dtype, max_len=4096, attention_backend=flags.attention
-    )
+        tensor_parallel=topology.num_devices, dtype=flags.dtype, max_len=4096, attention_backend=flags.attention,
+        kv_dtype=flags.kv_dtype, page_size=flags.page_size,
+    )  # fmt: skip
     described = describe(hf, topology, config)
     catalogue = described.catalogue(config, PAGES)
     reports = compile_ahead(described, catalogue, flags.programs)

@@ -112,6 +112,18 @@ def test_float32_products_are_exact(case: Case) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("kv_dtype", ["int8", "float8_e4m3fn"])
+@pytest.mark.parametrize("case", DEFAULT, ids=str)
+def test_an_8_bit_pool_and_its_scales_are_written_in_place(case: Case, kv_dtype: str) -> None:
+    options = ("--kv-dtype", kv_dtype, "--page-size", "128")
+    found = case.facts(*options, programs=(DECODE, case.prefill))
+    for report in found["programs"].values():
+        assert report["alias_bytes"] >= found["pool_bytes"]
+        assert not report["pool_copies"], report["pool_copies"]
+        assert report["temp_bytes"] < 0.05 * found["pool_bytes"]
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("case", WHOLE, ids=str)
 def test_the_sampler_writes_its_slots_in_place(case: Case) -> None:
     found = case.facts(programs=(SAMPLE,))

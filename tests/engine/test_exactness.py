@@ -87,6 +87,23 @@ def test_batch_invariant_excuses_no_tie(engines: Engines) -> None:
         assert [entry.logprob for entry in a.logprobs] == [entry.logprob for entry in b.logprobs]
 
 
+@pytest.mark.parametrize(("kv_dtype", "near_by"), [("int8", 0.05), ("float8_e4m3fn", 0.4)])  # e4m3 has 8 x the step
+def test_an_8_bit_pool_keeps_the_promises_and_stays_near(
+    engines: Engines, plain, kv_dtype: str, near_by: float
+) -> None:
+    """The same bits alone, in a batch and after prefix hits; the first token's logprobs near those of a float32 pool."""
+    llm = engines(kv_dtype=kv_dtype, page_size=32, batch_invariant=True)
+    many = prompts(LENGTHS)
+    alone = one_by_one(llm, many)
+    together = llm.generate(many, GREEDY)
+    for a, b, exact in zip(alone, together, plain, strict=True):
+        assert a.token_ids == b.token_ids
+        assert [entry.logprob for entry in a.logprobs] == [entry.logprob for entry in b.logprobs]
+        near, wanted = (dict(output.logprobs[0].top) for output in (a, exact))
+        assert all(abs(near[token] - wanted[token]) < near_by for token in near.keys() & wanted.keys())
+        assert near != wanted, "the pool was not in 8 bits"
+
+
 def test_seeded_request_depends_on_nothing_else(llm: LLM, engines: Engines) -> None:
     """Alone, among unseeded mates, in small chunks, preempted: the same tokens."""
     sampled = SamplingParams(

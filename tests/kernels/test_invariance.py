@@ -61,7 +61,7 @@ def test_kv_write_pads_the_head_dim_with_zeros_and_takes_any_invalid_position(ba
     k, v = np.ones((1, 2, 1, 8), np.float32), np.full((1, 2, 1, 8), 2, np.float32)
     table, positions = np.array([[2]], np.int32), np.array([[3, 2_000_000_000]], np.int32)
     write = jax.jit(partial(kv_write, num_pages=3, backend=backend))
-    got = np.asarray(write(data, 0, k, v, table, positions, np.array([[True, False]])))
+    got = np.asarray(write(data, None, 0, k, v, table, positions, np.array([[True, False]]))[0])
     np.testing.assert_array_equal(got[2, :, 0, 3], [[1] * 8 + [0] * 4, [2] * 8 + [0] * 4])
     assert np.isnan(got[1]).all()
     assert np.isnan(np.delete(got[2], 3, axis=2)).all()
@@ -73,7 +73,9 @@ def test_kv_write_pads_the_head_dim_with_zeros_and_takes_any_invalid_position(ba
         ({"k": jnp.zeros((1, 2, 3, 8))}, "k and v"),
         ({"data": jnp.zeros((3, 2, 2, 16, 8))}, "does not fit"),
         ({"num_pages": 2}, "num_pages=2"),
-        ({"data": jnp.zeros((3, 2, 1, 16, 8), jnp.int8)}, "scales"),
+        ({"data": jnp.zeros((3, 2, 1, 16, 8), jnp.int8)}, "needs scale"),
+        ({"scale": jnp.zeros((3, 2, 1, 16))}, "takes no scale"),
+        ({"data": jnp.zeros((3, 2, 1, 16, 8), jnp.int8), "scale": jnp.zeros((3, 2, 1, 8))}, "must be"),
         ({"positions": jnp.zeros((1, 3), jnp.int32)}, "positions"),
         ({"valid": jnp.zeros((1, 2), jnp.int32)}, "bool"),
         ({"backend": "cuda"}, "xla"),
@@ -81,7 +83,7 @@ def test_kv_write_pads_the_head_dim_with_zeros_and_takes_any_invalid_position(ba
 )
 def test_kv_write_refuses_what_it_says_it_refuses(change: dict, words: str) -> None:
     given = {
-        "data": jnp.zeros((3, 2, 1, 16, 8)), "layer": 0, "k": jnp.zeros((1, 2, 1, 8)), "v": jnp.zeros((1, 2, 1, 8)),
+        "data": jnp.zeros((3, 2, 1, 16, 8)), "scale": None, "layer": 0, "k": jnp.zeros((1, 2, 1, 8)), "v": jnp.zeros((1, 2, 1, 8)),
         "page_table": jnp.zeros((1, 1), jnp.int32), "positions": jnp.zeros((1, 2), jnp.int32),
         "valid": jnp.zeros((1, 2), bool), "num_pages": 3,
     }  # fmt: skip

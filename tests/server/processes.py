@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -48,15 +49,32 @@ def read_until(stream, words: str, seconds: float = 15) -> str:
     return text
 
 
+@dataclass(frozen=True)
+class Serving:
+    """A process that serves, and where."""
+
+    process: subprocess.Popen
+    grpc: str
+    http: str  # base URL
+
+
 @contextmanager
-def stub_server(*stub_flags: str, flags: Sequence[str] = ()) -> Iterator[tuple[subprocess.Popen, str]]:
-    """-> the process and its address, once it serves."""
-    process = start(["-m", "tests.server.run_stub", *stub_flags, "--", "--port", "0", *flags])
+def serving_process(*stub_flags: str, flags: Sequence[str] = ()) -> Iterator[Serving]:
+    """The serving process around the stub engine, once it serves."""
+    ports = ["--port", "0", "--http-port", "0"]
+    process = start(["-m", "tests.server.run_stub", *stub_flags, "--", *ports, *flags])
     try:
         text = read_until(process.stderr, "answers gRPC on ")
-        while not (found := re.search(r"answers gRPC on (\S+)\n", text)):
+        while not (found := re.search(r"answers gRPC on (\S+), HTTP on (\S+)\n", text)):
             text += read_until(process.stderr, "\n")
-        yield process, found[1]
+        yield Serving(process, found[1], found[2])
     finally:
         process.kill()
         process.communicate()
+
+
+@contextmanager
+def stub_server(*stub_flags: str, flags: Sequence[str] = ()) -> Iterator[tuple[subprocess.Popen, str]]:
+    """-> the process and its gRPC address, once it serves."""
+    with serving_process(*stub_flags, flags=flags) as serving:
+        yield serving.process, serving.grpc

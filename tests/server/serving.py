@@ -12,7 +12,7 @@ from typing import Protocol
 
 import grpc
 
-from server.app import App
+from server.app import App, Ports
 from server.args import ServerConfig
 from server.backend import Backend
 from server.pb.jaxserve.v1 import generation_pb2_grpc as pb_grpc
@@ -29,6 +29,7 @@ class Served:
     app: App
     loop: asyncio.AbstractEventLoop
     address: str
+    http: str  # base URL; empty when the HTTP front is off
     channel: grpc.Channel
     stub: pb_grpc.GenerationStub
 
@@ -44,24 +45,26 @@ class Served:
 def serving(
     engine: Started | None, config: ServerConfig | None = None, *, options: list[tuple[str, int]] | None = None
 ) -> Iterator[Served]:
-    """engine None: a server whose model is still loading."""
+    """engine None: a server whose model is still loading.  Ports are free ones; no HTTP unless the config asks for it."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
 
-    async def start() -> tuple[App, int]:
-        app = App(replace(config or ServerConfig(), port=0), options=options)
-        port = await app.start()
+    async def start() -> tuple[App, Ports]:
+        asked = config or ServerConfig(http_port=-1)
+        app = App(replace(asked, port=0, http_port=min(asked.http_port, 0)), options=options)
+        ports = await app.start()
         if engine is not None:
             engine.start()
             await app.attach(engine)
-        return app, port
+        return app, ports
 
-    app, port = asyncio.run_coroutine_threadsafe(start(), loop).result(10)
-    address = f"127.0.0.1:{port}"
+    app, ports = asyncio.run_coroutine_threadsafe(start(), loop).result(10)
+    address = f"127.0.0.1:{ports.grpc}"
+    http = f"http://127.0.0.1:{ports.http}" if ports.http else ""
     size = ("grpc.max_receive_message_length", 2**30), ("grpc.max_send_message_length", 2**30)
     with grpc.insecure_channel(address, options=size) as channel:
-        served = Served(app, loop, address, channel, pb_grpc.GenerationStub(channel))
+        served = Served(app, loop, address, http, channel, pb_grpc.GenerationStub(channel))
         try:
             yield served
         finally:

@@ -134,9 +134,7 @@ class StubEngine:
     def submit(self, request: Request) -> RequestHandle:
         if self._draining:
             raise RequestError("the server is shutting down", code=ErrorCode.UNAVAILABLE)
-        check_request(
-            request, vocab=VOCAB, max_len=self.info.max_len, eos_ids=self.tokenizer.eos_ids, config=self.config
-        )
+        self.check(request)
         if request.params.seed is None:
             request = replace(request, params=replace(request.params, seed=12345))
         with self._changed:
@@ -154,6 +152,11 @@ class StubEngine:
             self.requests.append(request)
             self._changed.notify_all()
         return handle
+
+    def check(self, request: Request) -> None:
+        check_request(
+            request, vocab=VOCAB, max_len=self.info.max_len, eos_ids=self.tokenizer.eos_ids, config=self.config
+        )
 
     def has_room(self, sequences: int) -> bool:
         return len(self._sequences) + sequences <= self.config.queue_limit

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from jaxserve.request import Chunk, ErrorCode, FinishReason, RequestError, SamplingParams, TokenLogprobs, Usage
 from server.args import ServerConfig
 from server.limits import Limits
+from server.openai_fields import FIELDS, SAMPLING
 from server.openai_response import body_of
-from server.openai_schema import FIELDS, SAMPLING, Asked, asked_of
+from server.openai_schema import Asked, asked_of
 from tests.server.stub import StubEngine, StubTokenizer
 from tests.server.test_translate import CHANGED
 
@@ -25,7 +26,7 @@ CHAT = [{"role": "user", "content": "hi"}]
 def ask(kind="completion", **fields) -> Asked:
     body = {"prompt": "hi"} if kind == "completion" else {"messages": CHAT}
     body = json.loads(json.dumps({**body, **fields}))
-    return asked_of(body, kind, request_id="r", models=["stub", "ref"], tokenizer=TOKENIZER, limits=LIMITS)
+    return asked_of(body, kind, request_id="r", models=["stub", "ref"], tokenizer=TOKENIZER, limits=LIMITS, now=0.0)
 
 
 def refusal(kind="completion", **fields) -> RequestError:
@@ -41,9 +42,9 @@ def test_every_sampling_field_has_its_effect(kind, name: str) -> None:
     value = CHANGED[name] if name != "logit_bias" else {"7": -1.5}
     if name == "seed":
         value = -5
-    params = ask(kind, **{name: value}).request.params
+    params = ask(kind, **{name: value}).params
     assert getattr(params, name) == (CHANGED[name] if name != "seed" else -5)
-    assert dataclasses.replace(ask(kind).request.params, **{name: getattr(params, name)}) == params
+    assert dataclasses.replace(ask(kind).params, **{name: getattr(params, name)}) == params
 
 
 def test_every_field_of_sampling_params_can_be_said_in_a_body() -> None:
@@ -52,8 +53,8 @@ def test_every_field_of_sampling_params_can_be_said_in_a_body() -> None:
 
 
 def test_defaults_are_openais() -> None:
-    assert ask().request.params == SamplingParams(max_tokens=16)
-    assert ask("chat").request.params == SamplingParams()
+    assert ask().params == SamplingParams(max_tokens=16)
+    assert ask("chat").params == SamplingParams()
 
 
 def test_null_is_the_same_as_nothing() -> None:
@@ -62,10 +63,10 @@ def test_null_is_the_same_as_nothing() -> None:
 
 
 def test_logprobs_of_both_forms() -> None:
-    assert ask(logprobs=0).request.params.logprobs == 0
-    assert ask("chat", logprobs=True).request.params.logprobs == 0
-    assert ask("chat", logprobs=True, top_logprobs=5).request.params.logprobs == 5
-    assert ask("chat", logprobs=False).request.params.logprobs is None
+    assert ask(logprobs=0).params.logprobs == 0
+    assert ask("chat", logprobs=True).params.logprobs == 0
+    assert ask("chat", logprobs=True, top_logprobs=5).params.logprobs == 5
+    assert ask("chat", logprobs=False).params.logprobs is None
     assert refusal("chat", top_logprobs=5).field == "top_logprobs"
     assert refusal(logprobs=True).field == "logprobs"
     assert refusal("chat", logprobs=3).field == "logprobs"
@@ -73,28 +74,28 @@ def test_logprobs_of_both_forms() -> None:
 
 def test_echo_asks_for_the_prompts_logprobs_when_logprobs_are_wanted() -> None:
     asked = ask(echo=True, logprobs=2, max_tokens=0)
-    assert asked.echo == "hi" and asked.request.params.prompt_logprobs == 2 and asked.request.params.max_tokens == 0
-    assert ask(echo=True).request.params.prompt_logprobs is None
-    assert ask(prompt=[104, 105], echo=True).echo == "hi"
-    assert ask().echo is None
+    assert asked.echoes == ("hi",) and asked.params.prompt_logprobs == 2 and asked.params.max_tokens == 0
+    assert ask(echo=True).params.prompt_logprobs is None
+    assert ask(prompt=[104, 105], echo=True).echoes == ("hi",)
+    assert ask().echoes is None
 
 
 def test_max_completion_tokens_is_max_tokens() -> None:
-    assert ask("chat", max_completion_tokens=5).request.params.max_tokens == 5
-    assert ask("chat", max_completion_tokens=5, max_tokens=5).request.params.max_tokens == 5
+    assert ask("chat", max_completion_tokens=5).params.max_tokens == 5
+    assert ask("chat", max_completion_tokens=5, max_tokens=5).params.max_tokens == 5
     assert refusal("chat", max_completion_tokens=5, max_tokens=6).field == "max_completion_tokens"
     assert refusal(max_completion_tokens=5).field == "max_completion_tokens"
 
 
 def test_prompts_are_text_or_ids() -> None:
-    assert ask(prompt="é").request.prompt_ids == tuple("é".encode())
-    assert ask(prompt=[1, 2]).request.prompt_ids == (1, 2)
-    assert ask("chat").request.prompt_ids[0] == 256
-    assert ask("chat", add_generation_prompt=False).request.prompt_ids[-1] == ord("\n")
+    assert ask(prompt="é").requests[0].prompt_ids == tuple("é".encode())
+    assert ask(prompt=[1, 2]).requests[0].prompt_ids == (1, 2)
+    assert ask("chat").requests[0].prompt_ids[0] == 256
+    assert ask("chat", add_generation_prompt=False).requests[0].prompt_ids[-1] == ord("\n")
 
 
 def test_priority_salt_and_model_reach_the_request() -> None:
-    request = ask(priority=3, cache_salt="me", model="ref").request
+    request = ask(priority=3, cache_salt="me", model="ref").requests[0]
     assert (request.id, request.priority, request.cache_salt) == ("r", 3, "me")
     assert refusal(model="gpt-4").code is ErrorCode.NOT_FOUND
 
@@ -105,8 +106,14 @@ def test_priority_salt_and_model_reach_the_request() -> None:
         ("completion", {"prompt": ""}, "prompt"),
         ("completion", {"prompt": []}, "prompt"),
         ("completion", {"prompt": None}, "prompt"),
-        ("completion", {"prompt": ["a", "b"]}, "prompt"),
-        ("completion", {"prompt": [[1], [2]]}, "prompt"),
+        ("completion", {"prompt": ["a", ""]}, "prompt[1]"),
+        ("completion", {"prompt": [[1], []]}, "prompt[1]"),
+        ("completion", {"prompt": ["a", 5]}, "prompt[1]"),
+        ("completion", {"prompt": [[1], [300]]}, "prompt[1]"),
+        ("completion", {"prompt": [1, "a"]}, "prompt"),
+        ("completion", {"prompt": ["a", "b" * 600]}, "prompt[1]"),
+        ("completion", {"prompt": ["a"] * 2000}, "prompt"),
+        ("completion", {"prompt": ["a"] * 20, "n": 20}, "prompt"),
         ("completion", {"prompt": [1, 300]}, "prompt"),
         ("completion", {"prompt": [2_000_000_000]}, "prompt"),
         ("completion", {"prompt": [1.5]}, "prompt"),
@@ -129,12 +136,29 @@ def test_priority_salt_and_model_reach_the_request() -> None:
         ("completion", {"logit_bias": {"1": "much"}}, "logit_bias"),
         ("completion", {"stop_token_ids": 5}, "stop_token_ids"),
         ("completion", {"ignore_eos": "yes"}, "ignore_eos"),
-        ("completion", {"stream": True}, "stream"),
-        ("completion", {"user": "me"}, "user"),
+        ("completion", {"stream": "yes"}, "stream"),
+        ("completion", {"stream_options": {"include_usage": True}}, "stream_options"),
+        ("completion", {"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
+        ("completion", {"stream": True, "stream_options": {"x": 1}}, "stream_options.x"),
+        ("completion", {"timeout": 0}, "timeout"),
+        ("completion", {"timeout": 10**9}, "timeout"),
+        ("completion", {"user": "u" * 300}, "user"),
+        ("completion", {"suffix": "x"}, "suffix"),
         ("completion", {"best_of": 2}, "best_of"),
         ("completion", {"messages": CHAT}, "messages"),
         ("completion", {"cache_salt": "s" * 300}, "cache_salt"),
         ("chat", {"prompt": "x"}, "prompt"),
+        ("chat", {"store": True}, "store"),
+        ("chat", {"service_tier": "priority"}, "service_tier"),
+        ("chat", {"modalities": ["text", "audio"]}, "modalities"),
+        ("chat", {"metadata": {"a": "b"}}, "metadata"),
+        ("chat", {"reasoning_effort": "low"}, "reasoning_effort"),
+        ("chat", {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages"),
+        (
+            "chat",
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "b": 1}]}]},
+            "messages[0].content[0].b",
+        ),
         ("chat", {"tools": []}, "tools"),
         ("chat", {"response_format": {"type": "json_object"}}, "response_format"),
         ("chat", {"messages": []}, "messages"),
@@ -154,7 +178,7 @@ def test_what_cannot_be_honoured_is_refused_by_name(kind, fields: dict, field: s
 @pytest.mark.parametrize("body", [None, [], "x", 5, True])
 def test_a_body_is_an_object(body) -> None:
     with pytest.raises(RequestError, match="object"):
-        asked_of(body, "chat", request_id="r", models=["stub"], tokenizer=TOKENIZER, limits=LIMITS)
+        asked_of(body, "chat", request_id="r", models=["stub"], tokenizer=TOKENIZER, limits=LIMITS, now=0.0)
 
 
 def test_a_huge_value_is_not_echoed_back() -> None:
@@ -180,7 +204,7 @@ def test_any_json_is_a_request_or_a_refusal(kind, data: st.DataObject) -> None:
     body.setdefault(*(("prompt", "x") if kind == "completion" else ("messages", CHAT)))
     message = ""
     try:
-        asked_of(body, kind, request_id="r", models=["stub"], tokenizer=TOKENIZER, limits=LIMITS)
+        asked_of(body, kind, request_id="r", models=["stub"], tokenizer=TOKENIZER, limits=LIMITS, now=0.0)
     except RequestError as error:
         message = error.message
     assert len(message) < 1000
@@ -206,8 +230,9 @@ def body(asked: Asked, *samples: Chunk) -> dict:
 
 def test_a_completion_has_openais_shape() -> None:
     answer = body(ask(n=2), sample(), sample(index=1, finish_reason=FinishReason.STOP, stop_reason="END"))
-    assert (answer["object"], answer["model"], answer["created"], answer["seed"]) == ("text_completion", "stub", 5, 4)
+    assert (answer["object"], answer["model"], answer["created"]) == ("text_completion", "stub", 5)
     first, second = answer["choices"]
+    assert first["seed"] == second["seed"] == 4
     assert (first["index"], first["text"], first["finish_reason"], first["logprobs"]) == (0, "�", "length", None)
     assert (second["index"], second["finish_reason"], second["stop_reason"]) == (1, "stop", "END")
     usage = answer["usage"]

@@ -64,7 +64,19 @@ def test_a_dead_loop_ends_the_process_with_1() -> None:
 
 def test_a_signal_while_the_model_loads_ends_at_once_with_0() -> None:
     process = start(
-        ["-m", "tests.server.run_stub", "--load-seconds", "60", "--", "--port", "0", "--log-level", "debug"]
+        [
+            "-m",
+            "tests.server.run_stub",
+            "--load-seconds",
+            "60",
+            "--",
+            "--port",
+            "0",
+            "--http-port",
+            "0",
+            "--log-level",
+            "debug",
+        ]
     )
     time.sleep(1.0)
     process.send_signal(signal.SIGTERM)
@@ -73,7 +85,9 @@ def test_a_signal_while_the_model_loads_ends_at_once_with_0() -> None:
 
 
 def test_a_model_that_cannot_be_served_is_one_sentence_and_exits_2() -> None:
-    process = start(["-m", "tests.server.run_stub", "--load-error", "no such\nmodel", "--", "--port", "0"])
+    process = start(
+        ["-m", "tests.server.run_stub", "--load-error", "no such\nmodel", "--", "--port", "0", "--http-port", "0"]
+    )
     out, error = process.communicate(timeout=15)
     assert process.returncode == 2
     assert (out, error) == ("", "serve: no such model\n")
