@@ -1,7 +1,7 @@
 """The list of programs an engine needs, with the shapes of everything they take.  Compiles and holds nothing itself.
 
-Names: "load", "decode R" (with a draft instead: "propose R", "verify R", "accept R"), "prefill RxQ", "score T" (prompt
-logprobs, T = R x Q of the prefill call), "sample R", and with a draft that is a model of its own "draft prefill RxQ"."""
+Names: "load", "decode R", "prefill RxQ", "sample R", "score T" (prompt logprobs, T = R x Q of the prefill call); with a
+draft "propose R", "verify RxQ" and "accept RxQ" (Q = K + 1), and "draft prefill RxQ" when it has a pool of its own."""
 
 from __future__ import annotations
 
@@ -67,12 +67,8 @@ class Catalogue:
     @property
     def row_buckets(self) -> list[int]:
         """Rows of every call that draws."""
-        return sorted({*self.scheduler.decode_buckets, *(rows for rows, _ in self.scheduler.prefill_buckets)})
-
-    @property
-    def sample_buckets(self) -> list[int]:
-        """Rows of the samplers: decode and prefill calls share them; verify calls have their own."""
-        return self.row_buckets if self.draft is None else sorted({rows for rows, _ in self.scheduler.prefill_buckets})
+        shapes = (*self.scheduler.prefill_buckets, *self.scheduler.verify_calls)
+        return sorted({*self.scheduler.decode_buckets, *(rows for rows, _ in shapes)})
 
     @property
     def packed_columns(self) -> int:
@@ -163,20 +159,22 @@ class Catalogue:
         wanted: Wanted = {"load": (load, (slots, array(load_width(self.slot_shape))))}
         for rows in self.scheduler.decode_buckets:
             packed = array(rows, self.packed_columns)
-            if self.draft is None:
-                step = jit(partial(steps.decode, self.model, **common), donate_argnums=1, out_shardings=forward_out)
-                wanted[f"decode {rows}"] = (step, (weights, pool, slots, packed))
-                continue
-            drafts = self.scheduler.num_drafts
-            proposed = _placed(jax.eval_shape(partial(Proposed.empty, rows, drafts)), replicated)
-            step = partial(self.draft.propose, drafts=drafts, **common)
-            step = jit(step, donate_argnums=1, out_shardings=(replicated, draft_pool_out))
-            wanted[f"propose {rows}"] = (step, (draft_weights, draft_pool, slots, packed))
-            step = jit(partial(speculate.verify, self.model, **common), donate_argnums=1, out_shardings=forward_out)
-            wanted[f"verify {rows}"] = (step, (weights, pool, slots, packed, proposed))
+            step = jit(partial(steps.decode, self.model, **common), donate_argnums=1, out_shardings=forward_out)
+            wanted[f"decode {rows}"] = (step, (weights, pool, slots, packed))
+        for rows, drafts in self.scheduler.verify_calls:
+            assert self.draft is not None, "verify calls without a draft"
+            packed, most = array(rows, self.packed_columns), self.scheduler.num_drafts
+            proposed = _placed(jax.eval_shape(partial(Proposed.empty, rows, most)), replicated)
+            if f"propose {rows}" not in wanted:
+                step = partial(self.draft.propose, drafts=most, **common)
+                step = jit(step, donate_argnums=1, out_shardings=(replicated, draft_pool_out))
+                wanted[f"propose {rows}"] = (step, (draft_weights, draft_pool, slots, packed))
+            step = partial(speculate.verify, self.model, drafts=drafts, **common)
+            step = jit(step, donate_argnums=1, out_shardings=forward_out)
+            wanted[f"verify {rows}x{1 + drafts}"] = (step, (weights, pool, slots, packed, proposed))
             step = jit(speculate.accept, donate_argnums=0, out_shardings=replicated)
             logits, mask = array(rows, 1 + drafts, shape.vocab, dtype="float32"), self._mask(rows)
-            wanted[f"accept {rows}"] = (step, (slots, logits, array(rows), packed, mask, proposed))
+            wanted[f"accept {rows}x{1 + drafts}"] = (step, (slots, logits, array(rows), packed, mask, proposed))
         for rows, chunk in self.scheduler.prefill_buckets:
             packed = array(rows, self.packed_columns)
             step = partial(steps.prefill, self.model, queries=chunk, **common)
@@ -190,7 +188,7 @@ class Catalogue:
             hidden = array(rows * chunk, shape.width, dtype=self.model.dtype)
             wanted[f"score {rows * chunk}"] = (score, (weights, hidden, slots, array(3)))
         draw = jit(steps.sample, donate_argnums=0, out_shardings=replicated)
-        for rows in self.sample_buckets:
+        for rows in self.row_buckets:
             logits, packed = array(rows, shape.vocab, dtype="float32"), array(rows, self.packed_columns)
             wanted[f"sample {rows}"] = (draw, (slots, logits, array(rows), packed, self._mask(rows)))
         return wanted
@@ -203,12 +201,17 @@ class Catalogue:
 
     @property
     def deciding(self) -> tuple[str, ...]:
-        """Names of the largest decode, prefill and sampler: no other program needs more memory."""
+        """Names of the largest decode, verify, prefill and sampler: no other program needs more memory."""
         rows, chunk = max(self.scheduler.prefill_buckets, key=lambda bucket: bucket[0] * bucket[1])
         most = self.scheduler.decode_buckets[-1]
-        steps = (f"decode {most}",) if self.draft is None else (f"propose {most}", f"verify {most}", f"accept {most}")
-        prefills = (f"prefill {rows}x{chunk}", *([f"draft prefill {rows}x{chunk}"] if self.second else ()))
-        return (*steps, *prefills, f"sample {self.sample_buckets[-1]}")
+        names = [f"decode {most}", f"prefill {rows}x{chunk}", f"sample {self.row_buckets[-1]}"]
+        if self.draft is not None:
+            several, drafts = max(self.scheduler.verify_calls, key=lambda shape: shape[0] * (1 + shape[1]))
+            shape = f"{several}x{1 + drafts}"
+            names += [f"propose {self.scheduler.verify_calls[-1][0]}", f"verify {shape}", f"accept {shape}"]
+        if self.second:
+            names.append(f"draft prefill {rows}x{chunk}")
+        return tuple(names)
 
     def _mask(self, rows: int) -> jax.ShapeDtypeStruct:
         return self._array(rows, self.mask_words, dtype="uint32")

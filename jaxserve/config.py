@@ -15,7 +15,6 @@ KVDTypeName = Literal["auto", "float32", "bfloat16", "float8_e4m3fn", "int8"]
 AttentionBackend = Literal["auto", "xla", "pallas_tpu", "pallas_triton", "pallas_mosaic_gpu", "reference"]
 
 KV_8_BITS = ("float8_e4m3fn", "int8")
-SPECULATE_TOKENS = 4  # unless chosen
 MAX_DRAFTS = 15  # a verify row then has 16 queries, the most a decode kernel is made for
 DEFAULT_MODEL = "smollm2-135m-instruct"
 
@@ -56,7 +55,10 @@ class EngineConfig:
     )
 
     draft: str = option("none", "what proposes tokens ahead: none, ngram, self:layers=N or model:REF", "speculation")
-    speculate_tokens: int = option(SPECULATE_TOKENS, "draft tokens that a step verifies, with --draft", "speculation")
+    speculate_tokens: int | str = option(
+        "auto", "draft tokens that a step verifies, with --draft; auto = as many as gain at the time, 0 = none",
+        "speculation",
+    )  # fmt: skip
 
     max_stop_ids: int = option(16, "stop ids (end-of-sequence ids included) a request may have", "limits")
     max_logit_bias: int = option(300, "logit_bias and banned_token_ids entries a request may have, together", "limits")
@@ -69,7 +71,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if str(field.type).endswith("int") and (isinstance(value, bool) or not isinstance(value, int)):
+            if str(field.type) == "int" and (isinstance(value, bool) or not isinstance(value, int)):
                 raise ValueError(f"{field.name}={value!r} must be an integer")
         for name, choices in (
             ("accelerator", Accelerator),
@@ -88,10 +90,11 @@ class EngineConfig:
         for name in ("slots", "queue_limit", "tensor_parallel", "max_stop_ids", "max_logit_bias", "max_allowed_ids"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
-        if not 1 <= self.speculate_tokens <= MAX_DRAFTS:
-            raise ValueError(f"speculate_tokens={self.speculate_tokens} must be between 1 and {MAX_DRAFTS}")
-        if self.draft == "none" and self.speculate_tokens != SPECULATE_TOKENS:
-            raise ValueError(f"speculate_tokens={self.speculate_tokens} needs a draft: draft='ngram', say")
+        tokens = str(self.speculate_tokens)
+        if tokens != "auto" and not (tokens.isascii() and tokens.isdigit() and int(tokens) <= MAX_DRAFTS):
+            raise ValueError(f"speculate_tokens={tokens} must be auto or a number from 0 to {MAX_DRAFTS}")
+        if self.draft == "none" and tokens not in ("auto", "0"):
+            raise ValueError(f"speculate_tokens={tokens} needs a draft: draft='ngram', say")
         for name in ("prefill_chunk", "prefill_tokens"):
             if getattr(self, name) < 16:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 16")
@@ -112,9 +115,27 @@ class EngineConfig:
         return weights if self.kv_dtype == "auto" else self.kv_dtype
 
     @property
-    def num_drafts(self) -> int:
-        """K: 0 without speculation."""
-        return 0 if self.draft == "none" else self.speculate_tokens
+    def speculates(self) -> bool:
+        return self.draft != "none" and str(self.speculate_tokens) != "0"
+
+    @property
+    def fixed_drafts(self) -> int | None:
+        """K when the operator has chosen it; None = auto."""
+        return None if self.speculate_tokens == "auto" else int(self.speculate_tokens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTime:
+    """Measured seconds of a decode call of `rows` (a compiled number of them), sampler included."""
+
+    rows: int
+    drafts: int  # K; 0 = plain decode
+    propose: float  # seconds to make the drafts
+    verify: float  # seconds of the rest: decode, or verify
+
+    @property
+    def total(self) -> float:
+        return self.propose + self.verify
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,8 +152,12 @@ class SchedulerConfig:
     decode_buckets: tuple[int, ...]  # rows of the compiled decode programs, ascending
     prefill_buckets: tuple[tuple[int, int], ...]  # (rows, chunk) of the compiled prefill programs
     prefill_seconds: tuple[float, ...] = ()  # measured time of each prefill bucket; empty = not known, no bound
-    num_drafts: int = 0  # K of the verify program; 0 = plain decode
+    num_drafts: int = 0  # the largest K of the verify programs; 0 = no speculation
+    verify_shapes: tuple[tuple[int, int], ...] = ()  # (rows, K) of them; empty = every decode bucket with num_drafts
     has_draft_pool: bool = False  # the draft keeps K/V of its own, in pages of the same ids
+    is_adaptive: bool = False  # K follows what drafts gain; else every call that has drafts verifies num_drafts
+    is_lookup: bool = False  # the draft may find nothing: which program verifies is chosen when it has looked
+    step_times: tuple[StepTime, ...] = ()  # of every decode and verify program, when adaptive
     batch_invariant: bool = False
     age_seconds: float = 30.0  # waiting this long is worth one level of priority
 
@@ -147,6 +172,13 @@ class SchedulerConfig:
     def pool_tokens(self) -> int:
         """Tokens the pool can hold; page 0 is scrap and holds none."""
         return (self.num_pages - 1) * self.page_size
+
+    @property
+    def verify_calls(self) -> tuple[tuple[int, int], ...]:
+        """(rows, K) of every verify program."""
+        if not self.num_drafts:
+            return ()
+        return self.verify_shapes or tuple((rows, self.num_drafts) for rows in self.decode_buckets)
 
     @property
     def pages_per_row(self) -> int:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from jaxserve.config import EngineConfig, SchedulerConfig
+from jaxserve.config import EngineConfig, SchedulerConfig, StepTime
 from jaxserve.limits import check_request
 from jaxserve.loop import HEARTBEAT_SECONDS, Abort, Add, End, Loop
 from jaxserve.programs import compile_counter
@@ -56,8 +56,12 @@ class Load:
     prefix_hit_tokens: int
     preemptions: int
     recomputed_tokens: int
+    decode_calls: int
+    verify_calls: int  # decode calls that verified drafts
+    drafts: int  # proposals, one a row and verify call
     draft_tokens: int
     accepted_tokens: int
+    accepted_per_position: tuple[int, ...]  # entry i: how often a proposal's token i was accepted
     nan_rows: int
     steps: int
     compiles: int  # since the start; anything but 0 is a bug
@@ -164,6 +168,11 @@ class Engine:
         return True
 
     @property
+    def step_times(self) -> tuple[StepTime, ...]:
+        """Of the decode and verify programs, as measured at the start; empty without adaptive speculation."""
+        return self._scheduler_config.step_times
+
+    @property
     def is_draining(self) -> bool:
         return self._draining
 
@@ -196,8 +205,12 @@ class Engine:
             prefix_hit_tokens=totals.prefix_hit_tokens,
             preemptions=totals.preemptions,
             recomputed_tokens=totals.recomputed_tokens,
+            decode_calls=totals.decode_calls,
+            verify_calls=totals.verify_calls,
+            drafts=totals.drafts,
             draft_tokens=totals.drafted_tokens,
             accepted_tokens=totals.accepted_tokens,
+            accepted_per_position=totals.accepted_per_position,
             nan_rows=totals.nan_rows,
             steps=totals.steps,
             compiles=compile_counter().compiles - self._compiles_at_start,

@@ -208,7 +208,8 @@ class Usage:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0  # prompt tokens taken from the prefix table
-    drafted_tokens: int = 0
+    drafts: int = 0  # proposals that were verified
+    drafted_tokens: int = 0  # tokens they held
     accepted_tokens: int = 0
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import jax
 import numpy as np
@@ -21,6 +21,7 @@ from jaxserve.device.state import KVPool, SlotState
 from jaxserve.device.steps import SCORE_BLOCK, Forwarded, Params
 from jaxserve.programs import Programs
 from jaxserve.sched.plan import Call, Outcome, Plan
+from jaxserve.sched.speculation import choose
 
 
 @dataclass(slots=True)
@@ -31,6 +32,7 @@ class _PendingCall:
     scored: dict[
         int, list[tuple[int, Array]]
     ]  # row -> blocks of prompt logprobs: entries to skip, [block, SCORED_WIDTH]
+    is_decode: bool = False  # or verify
     proposed: Proposed | None = None  # of a verify call
     drawn: Array | None = None  # what `sample` or `accept` returned, once it has been dispatched
 
@@ -54,7 +56,9 @@ class Pending:
 
     def result(self) -> Outcome:
         """Waits for the device."""
-        return Outcome(tuple(row for call in self.calls for row in call.outcomes()))
+        rows = tuple(row for call in self.calls for row in call.outcomes())
+        decode = next((call.call for call in self.calls if call.is_decode), None)
+        return Outcome(rows, (decode.rows_bucket, decode.queries - 1) if decode else None)
 
 
 class Runner:
@@ -76,7 +80,9 @@ class Runner:
         """Compile every program and run the largest of each kind.  -> seconds of each prefill bucket: two are measured,
         those between lie on the line through them."""
         self.programs.compile(self.catalogue.wanted(self.params))
-        self._time_call(Call((), self.scheduler.decode_buckets[-1], 1 + self.scheduler.num_drafts), is_decode=True)
+        self._time_call(Call((), self.scheduler.decode_buckets[-1], 1), is_decode=True)
+        for rows, drafts in self.scheduler.verify_calls[-1:]:
+            self._time_call(Call((), rows, 1 + drafts), is_decode=True)
         buckets = self.scheduler.prefill_buckets
         measured = {rows * chunk: self._time_prefill(rows, chunk) for rows, chunk in (buckets[0], buckets[-1])}
         seconds = np.interp([rows * chunk for rows, chunk in buckets], list(measured), list(measured.values()))
@@ -106,6 +112,16 @@ class Runner:
         jax.block_until_ready((pending.drawn, self.draft_pool))
         return time.perf_counter() - began
 
+    def run_decode(self, call: Call, packed: np.ndarray, proposed: Proposed | None = None) -> None:
+        """One decode or, with drafts, verify call and its sampler, to the end."""
+        if proposed is None:
+            pending = self._forward(call, packed, is_decode=True)
+        else:
+            forwarded = self._run_verify(call, packed, proposed)
+            pending = _PendingCall(call, packed, forwarded, {}, True, proposed)
+        self._sample(pending, {})
+        jax.block_until_ready(pending.drawn)
+
     def dispatch(self, plan: Plan) -> Pending:
         """Enqueue the plan: slot loads, forward calls and, unless a row waits for a late mask, their samplers."""
         for load in plan.loads:
@@ -134,7 +150,7 @@ class Runner:
         )  # fmt: skip
 
     def _forward(self, call: Call, packed: np.ndarray, *, is_decode: bool) -> _PendingCall:
-        if is_decode and self.catalogue.draft is not None:
+        if is_decode and call.queries > 1:
             return self._verify(call, packed)
         name = f"decode {call.rows_bucket}" if is_decode else f"prefill {call.rows_bucket}x{call.queries}"
         forwarded, self.pool = self.programs[name](self.params, self.pool, self.slots, packed)
@@ -143,17 +159,35 @@ class Runner:
             for i, row in enumerate(call.rows)
             if row.prompt_logprobs is not None and row.prompt_logprobs_from < row.start + row.q_len
         }
-        return _PendingCall(call, packed, forwarded, scored)
+        return _PendingCall(call, packed, forwarded, scored, is_decode)
 
     def _verify(self, call: Call, packed: np.ndarray) -> _PendingCall:
-        rows = call.rows_bucket
-        propose, verify = self.programs[f"propose {rows}"], self.programs[f"verify {rows}"]
+        proposed = self.propose(call.rows_bucket, packed)
+        if call.rungs:
+            # This waits for the step before: what a lookup finds hangs on its last token.  Nothing else does, and the
+            # device stands still for no longer than it takes to read the counts and come back.
+            found = np.asarray(proposed.count).tolist()
+            rung = choose(call.rungs, list(zip(call.acceptance, found, strict=False)))
+            call = replace(call, rows_bucket=rung.rows, queries=1 + rung.drafts)
+            if rung.drafts == 0:
+                packed = packed[: rung.rows].copy()
+                packed[:, 1] = np.minimum(packed[:, 1], 1)
+                return self._forward(call, packed, is_decode=True)
+        forwarded = self._run_verify(call, packed, proposed)
+        return _PendingCall(call, packed, forwarded, {}, True, proposed)
+
+    def propose(self, rows: int, packed: np.ndarray) -> Proposed:
+        program = self.programs[f"propose {rows}"]
         if self.draft_pool is None:
-            proposed, self.pool = propose(self._draft_params, self.pool, self.slots, packed)
+            proposed, self.pool = program(self._draft_params, self.pool, self.slots, packed)
         else:
-            proposed, self.draft_pool = propose(self._draft_params, self.draft_pool, self.slots, packed)
-        forwarded, self.pool = verify(self.params, self.pool, self.slots, packed, proposed)
-        return _PendingCall(call, packed, forwarded, {}, proposed)
+            proposed, self.draft_pool = program(self._draft_params, self.draft_pool, self.slots, packed)
+        return proposed
+
+    def _run_verify(self, call: Call, packed: np.ndarray, proposed: Proposed) -> Forwarded:
+        program = self.programs[f"verify {call.rows_bucket}x{call.queries}"]
+        forwarded, self.pool = program(self.params, self.pool, self.slots, packed, proposed)
+        return forwarded
 
     def _prefill_draft(self, call: Call, packed: np.ndarray) -> None:
         if self.draft_pool is not None:
@@ -176,7 +210,7 @@ class Runner:
         mask = batch.pack_masks(dict(masks), rows, self._vocab) if masks else self._no_mask[rows]
         forwarded, name, drafts = pending.forwarded, f"sample {rows}", ()
         if pending.proposed is not None:
-            name, drafts = f"accept {rows}", (pending.proposed,)
+            name, drafts = f"accept {rows}x{pending.call.queries}", (pending.proposed,)
         pending.drawn, self.slots = self.programs[name](
             self.slots, forwarded.logits, forwarded.kv_len, pending.packed, mask, *drafts
         )

@@ -22,7 +22,7 @@ from rich.table import Table
 from checkpoints import open_checkpoint
 from checkpoints.hub import resolve
 from checkpoints.packaged import cache_folder
-from jaxserve.buckets import decode_buckets, prefill_buckets
+from jaxserve.buckets import decode_buckets, prefill_buckets, verify_shapes
 from jaxserve.catalogue import Catalogue
 from jaxserve.config import KV_8_BITS, EngineConfig, SchedulerConfig
 from jaxserve.device.attention import TPU_LANES, why_not
@@ -38,6 +38,7 @@ from jaxserve.models.loading import load_params
 from jaxserve.models.tree import make_model
 from jaxserve.programs import compile_counter
 from jaxserve.runner import Runner
+from jaxserve.steptimes import measure_steps
 from jaxserve.text import load_tokenizer
 
 DEFAULT_MAX_LEN = 8192
@@ -69,7 +70,8 @@ def load_engine(config: EngineConfig, *, console: Console | None = None) -> Engi
     runner = Runner(params, catalogue)
     misses = compile_counter().cache_misses
     seconds = runner.warm_up()
-    scheduler = replace(catalogue.scheduler, prefill_seconds=seconds)
+    times = measure_steps(runner) if catalogue.draft and catalogue.scheduler.is_adaptive else ()
+    scheduler = replace(catalogue.scheduler, prefill_seconds=seconds, step_times=times)
     info = ModelInfo(
         name=files.name,
         architecture=model.config.architecture,
@@ -177,7 +179,8 @@ def catalogue_of(
     config: EngineConfig, *, model: Decoder, draft: Draft | None, mesh: Mesh, backend: str, pages: int | None = None
 ) -> Catalogue:
     """The programs for a pool of this many pages; None = the fewest that hold one sequence of max_len."""
-    max_len = max_len_of(config, model)
+    max_len, shapes = max_len_of(config, model), verify_shapes(config)
+    draft = draft if shapes else None
     scheduler = SchedulerConfig(
         slots=config.slots,
         page_size=config.page_size,
@@ -188,8 +191,11 @@ def catalogue_of(
         max_decode_wait=config.max_decode_wait,
         decode_buckets=decode_buckets(config),
         prefill_buckets=prefill_buckets(config, max_len),
-        num_drafts=config.num_drafts,
+        num_drafts=max([drafts for _, drafts in shapes], default=0),
+        verify_shapes=shapes,
         has_draft_pool=isinstance(draft, SecondModel),
+        is_adaptive=config.fixed_drafts is None,
+        is_lookup=draft is not None and draft.is_lookup,
         batch_invariant=config.batch_invariant,
     )
     return Catalogue.of(model, scheduler, config, mesh=mesh, backend=backend, draft=draft)

@@ -27,10 +27,10 @@ from rich.table import Table
 
 from jaxserve import LLM, SamplingParams
 from jaxserve.config import DEFAULT_MODEL
+from scripts.bench_speculation import bench_speculation
 
 CONSOLE = Console(width=120)
-SHARED = Path(__file__).resolve().parents[2] / "shared" / "bench"
-WORKLOAD, EDIT_PROMPT = SHARED / "workload.json", SHARED / "spec_prompt.json"
+WORKLOAD = Path(__file__).resolve().parents[2] / "shared" / "bench" / "workload.json"
 
 
 def median_seconds(run: Callable[[], object], repeats: int) -> float:
@@ -163,43 +163,6 @@ def bench_host(llm: LLM) -> dict[str, float]:
     return {"host_ms_per_step": (after.host_seconds - before.host_seconds) / steps * 1e3, "host_steps": steps}
 
 
-def edit_prompt(llm: LLM) -> list[int]:
-    """A prompt whose answer repeats most of it; the shared one for the models it was made for, else a like one."""
-    if EDIT_PROMPT.is_file():
-        prompts = json.loads(EDIT_PROMPT.read_text())
-        for name in ("smollm2", "gemma3"):
-            if llm.engine.info.name.startswith(name):
-                return prompts[name]
-    code = "".join(Path(__file__).read_text().splitlines(keepends=True)[40:60])
-    return llm.tokenizer.encode(f"# version 1\n{code}\n# version 2, the same again\n{code[:200]}")
-
-
-def bench_speculation(options: dict) -> dict[str, float]:
-    """One stream that edits a piece of code, greedy: each draft against none, its acceptance, and the tokens it gains a
-    step."""
-    found: dict[str, float] = {}
-    drafts = {
-        "none": {},
-        "ngram": {"draft": "ngram", "speculate_tokens": 7},
-        "first_layers": {"draft": "self:layers=8"},
-    }
-    for name, draft in drafts.items():
-        with LLM(**options | draft | {"slots": 1, "pool": str(options["max_len"])}) as llm:
-            ids = edit_prompt(llm)
-            llm.generate([ids], greedy(8))
-            # The prompt is a prefix hit by now, so this is decode alone.
-            outputs = []
-            seconds = median_seconds(
-                lambda llm=llm, ids=ids, out=outputs: out.extend(llm.generate([ids], greedy(128))), 3
-            )
-        usage = outputs[-1].usage
-        found[f"edit_{name}_tok_s"] = 128 / seconds
-        if usage.drafted_tokens:
-            found[f"edit_{name}_acceptance"] = usage.accepted_tokens / usage.drafted_tokens
-            found[f"edit_{name}_speedup"] = found[f"edit_{name}_tok_s"] / found["edit_none_tok_s"]
-    return found
-
-
 def bench_start(options: dict) -> dict[str, float]:
     """A whole process, from its start to ready, with an empty and a warm compile cache."""
     script = (
@@ -249,6 +212,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--only", default="decode,uneven,shared,host,speculation,start", help="parts to run, comma-separated"
     )
     parser.add_argument("--out", type=Path, default=Path("bench-results"), help="folder for bench.json and bench.png")
+    parser.add_argument(
+        "--speculation", action="store_const", dest="only", const="speculation", help="the same as --only speculation"
+    )
     return parser.parse_args(arguments)
 
 
@@ -270,7 +236,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if "shared" in parts:
         results |= bench_shared_prefix(options, workload)
     if "speculation" in parts:
-        results |= bench_speculation(options)
+        for line in bench_speculation(options, args.out, CONSOLE):
+            name = f"{line['source']}_{line['rows']}"
+            results |= {f"{name}_{kind}": float(line[kind]) for kind in ("speedup", "predicted", "auto")}
     if "start" in parts:
         results |= bench_start(options)
 

@@ -86,7 +86,7 @@ def add_flags(
         text = field.metadata["help"].replace("%", "%%")
         text += "" if field.default is None else f" (default: {field.default})"
         flag = "--" + field.name.replace("_", "-")
-        hint = _without_none(hints[field.name])
+        hint = _flag_type(hints[field.name])
         if hint is bool:
             group.add_argument(flag, action=argparse.BooleanOptionalAction, default=field.default, help=text)
         elif typing.get_origin(hint) is Literal:
@@ -118,8 +118,8 @@ def choose_platform(accelerator: str) -> None:
         os.environ["JAX_PLATFORMS"] = PLATFORMS[accelerator]
 
 
-def _without_none(hint):
-    """`int | None` -> int: a flag that is not given keeps its default."""
+def _flag_type(hint):
+    """`int | None` -> int: a flag that is not given keeps its default.  `int | str` -> str: the config reads the number."""
     if isinstance(hint, types.UnionType):
-        (hint,) = (part for part in typing.get_args(hint) if part is not types.NoneType)
+        *_, hint = (part for part in typing.get_args(hint) if part is not types.NoneType)
     return hint

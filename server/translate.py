@@ -159,4 +159,8 @@ def load_of(load: Numbers) -> pb.LoadResponse:
 def _copy_by_name(source: Numbers, message: Message) -> None:
     """Every field of a dataclass into the message's field of that name."""
     for field in fields(source):
-        setattr(message, field.name, getattr(source, field.name))
+        value = getattr(source, field.name)
+        if isinstance(value, tuple):
+            getattr(message, field.name).extend(value)
+        else:
+            setattr(message, field.name, value)

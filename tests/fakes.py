@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from jaxserve.config import SchedulerConfig
 from jaxserve.request import TokenLogprobs
 from jaxserve.sched.plan import Call, Outcome, Plan, Row, RowOutcome, SlotLoad
+from jaxserve.sched.speculation import choose
 
 NAN = None
 DRAFT = -1  # what tells a draft's cells from the target's
@@ -102,11 +103,24 @@ class FakeDevice:
         for load in pending.plan.loads:
             tokens = [*load.tokens, *[-1] * (self.config.max_len - len(load.tokens))]
             self.slots[load.slot] = Slot(load, tokens, len(load.tokens))
+        call = pending.plan.decode
         prefill = [self._prefill(row) for row in _rows(pending.plan.prefill)]
-        decode = [self._decode(row) for row in _rows(pending.plan.decode)]
+        if call is None:
+            found, shape = [], None
+        else:
+            found, shape = self._look_up(call)
+        decode = [self._decode(row, drafts) for row, drafts in zip(_rows(call), found, strict=True)]
         for row in _rows(pending.plan.draft_prefill):
             self._draft_prefill(row)
-        pending.outcome = Outcome(rows=(*prefill, *decode))
+        pending.outcome = Outcome(rows=(*prefill, *decode), decode_shape=shape)
+
+    def _look_up(self, call: Call) -> tuple[list[int], tuple[int, int]]:
+        """The drafts of each row that are verified, and the program that does it: a lookup may find nothing."""
+        if not call.rungs:
+            return [call.queries - 1] * len(call.rows), (call.rows_bucket, call.queries - 1)
+        found = [self.random.choice((0, row.q_len - 1)) for row in call.rows]
+        rung = choose(call.rungs, list(zip(call.acceptance, found, strict=True)))
+        return [min(drafts, rung.drafts) for drafts in found], (rung.rows, rung.drafts)
 
     def check(self, plan: Plan) -> None:
         """What the host half owes the device: JAX would clip a wrong page id in silence."""
@@ -119,14 +133,16 @@ class FakeDevice:
                 assert all(0 < page < self.config.num_pages for page in row.pages), f"page ids {row.pages}"
                 assert len(set(row.pages)) == len(row.pages) <= self.config.pages_per_row
                 assert 1 <= row.q_len <= call.queries
+                assert not row.is_drafted or call.queries > 1, "a plain call runs no draft"
             if call is not None:
                 assert len(rows) <= call.rows_bucket
         for call in (plan.prefill, plan.draft_prefill):
             assert call is None or (call.rows_bucket, call.queries) in self.config.prefill_buckets
         assert self.config.has_draft_pool or plan.draft_prefill is None
         if plan.decode:
-            assert plan.decode.rows_bucket in self.config.decode_buckets
-            assert plan.decode.queries == 1 + self.config.num_drafts
+            rows, drafts = plan.decode.rows_bucket, plan.decode.queries - 1
+            assert (rows, drafts) in self.config.verify_calls or (drafts == 0 and rows in self.config.decode_buckets)
+            assert all(rung.rows >= len(plan.decode.rows) for rung in plan.decode.rungs)
         sequences = [row.sequence for row in plan.rows]
         assert len(set(sequences)) == len(sequences), "a sequence has two rows in one step"
 
@@ -194,9 +210,10 @@ class FakeDevice:
         self._append(slot, end, [token])
         return RowOutcome(token_ids=(token,), logprobs=_logprobs(row, [token], [cells]), prompt_logprobs=scored)
 
-    def _decode(self, row: Row) -> RowOutcome:
+    def _decode(self, row: Row, drafts: int) -> RowOutcome:
         slot, start = self.slots[row.slot], self._start(row)
-        q_len = min(row.q_len, slot.load.limit - slot.length) if self.clamps else row.q_len
+        q_len = min(row.q_len, 1 + drafts)
+        q_len = min(q_len, slot.load.limit - slot.length) if self.clamps else q_len
         if q_len <= 0:
             return RowOutcome()
         last = slot.tokens[min(start, self.config.max_len - 1)]

@@ -27,6 +27,7 @@ FLOORS = {
     "jaxserve.late": 6,
     "jaxserve.streams": 6,
     "jaxserve.limits": 6,
+    "jaxserve.steptimes": 6,
     "jaxserve.runner": 5,
     "jaxserve.catalogue": 5,
     "jaxserve.drafts": 4,

@@ -26,6 +26,7 @@ class SecondModel:
 
     model: Model
     params: Params
+    is_lookup: bool = False
 
     def weights(self, params: Params) -> Params:
         return self.params
@@ -39,8 +40,9 @@ class SecondModel:
             self.model, params, pool, slots, packed, drafts=drafts, backend=backend, mesh=mesh
         )
         # The last draft is fed to nobody, but if it is accepted the next run begins behind it.
-        is_full = queries_of(slots, packed) > drafts
-        inputs = place(packed, slots.kv_len[packed[:, 0]] + drafts, is_full.astype(jnp.int32), 1)
+        last = jnp.max(proposed.count)
+        is_left = queries_of(slots, packed) > last
+        inputs = place(packed, slots.kv_len[packed[:, 0]] + last, is_left.astype(jnp.int32), 1)
         attend = make_attend(inputs, backend=backend, mesh=mesh)
         _, pool = self.model.forward(params, newest[:, None], inputs.positions, pool, attend)
         return proposed, pool

@@ -26,7 +26,7 @@ from jaxserve.device.steps import Forwarded, Model, Params, place
 
 @struct.dataclass
 class Proposed:
-    """K drafts a row at the most; those from `count` on mean nothing."""
+    """K drafts a row at the most; those from `count` on mean nothing.  A verify call may take fewer of them than K."""
 
     tokens: Array  # [R, K] int32
     count: Array  # [R] int32
@@ -38,6 +38,10 @@ class Proposed:
 
 class Draft(Protocol):
     """Where drafts come from.  Whatever it proposes, the text stays the target's."""
+
+    is_lookup: (
+        bool  # it costs next to nothing and may find nothing: how many are verified is chosen after it has looked
+    )
 
     def weights(self, params: Params) -> Params:
         """What `propose` is handed of the target's weights."""
@@ -58,8 +62,9 @@ class NGram:
     Of all earlier places the one that agrees with the most of the newest `longest` tokens is taken, the latest of
     equals; fewer than `shortest` are no reason to expect anything, and the row goes without drafts."""
 
-    longest: int = 4
+    longest: int = 6
     shortest: int = 2
+    is_lookup: bool = True
 
     def weights(self, params: Params) -> Params:
         return {}
@@ -94,6 +99,7 @@ class FirstLayers:
     exact, and what a draft writes the verify call writes again."""
 
     model: Model  # of those layers alone
+    is_lookup: bool = False
 
     def weights(self, params: Params) -> Params:
         layers = self.model.shape.layers
@@ -115,36 +121,40 @@ def roll_out(
 ) -> tuple[Proposed, Array, KVPool]:  # fmt: skip
     """Let a model draw tokens behind each row's newest, as the row's own sampling would.
 
-    -> drafts, the token that stands last [R] (no step was fed it), pool."""
+    -> drafts, of the rows with the most of them the last one [R] (no step was fed it), pool."""
     slot, queries = packed[:, 0], queries_of(slots, packed)
     start = slots.kv_len[slot]
     flags = packed[:, 3] & ~(RowFlag.LOGPROBS | RowFlag.MASK)
     no_mask = jnp.zeros((slot.shape[0], -(-model.shape.vocab // 32)), jnp.uint32)
 
-    def step(carry, i):
-        token, rows, pool = carry
+    def step(i, carry):
+        token, rows, pool, tokens = carry
         takes = i < queries
         inputs = place(packed, start + i, takes.astype(jnp.int32), 1)
         attend = make_attend(inputs, backend=backend, mesh=mesh)
         hidden, pool = model.forward(params, token[:, None], inputs.positions, pool, attend)
         drawn = sampling.draw(model.logits(params, hidden)[:, 0], rows, no_mask, flags)
-        return (drawn.token, sampling.record(rows, drawn.token, takes), pool), drawn.token
+        tokens = lax.dynamic_update_index_in_dim(tokens, drawn.token, i, 1)
+        return drawn.token, sampling.record(rows, drawn.token, takes), pool, tokens
 
-    carry = (slots.tokens[slot, start], sampling.rows_of(slots, slot), pool)
-    (newest, _, pool), tokens = lax.scan(step, carry, lax.iota(jnp.int32, drafts))
-    return Proposed(tokens=tokens.T, count=jnp.maximum(queries - 1, 0)), newest, pool
+    count = jnp.clip(queries - 1, 0, drafts)
+    tokens = Proposed.empty(slot.shape[0], drafts).tokens
+    carry = (slots.tokens[slot, start], sampling.rows_of(slots, slot), pool, tokens)
+    # As many steps as the row with the most drafts wants, so one program serves every K.
+    newest, _, pool, tokens = lax.fori_loop(0, jnp.max(count), step, carry)
+    return Proposed(tokens=tokens, count=count), newest, pool
 
 
 def verify(
-    model: Model, params: Params, pool: KVPool, slots: SlotState, packed: Array, proposed: Proposed, *, backend: str,
-    mesh: Mesh,
+    model: Model, params: Params, pool: KVPool, slots: SlotState, packed: Array, proposed: Proposed, *, drafts: int,
+    backend: str, mesh: Mesh,
 ) -> tuple[Forwarded, KVPool]:  # fmt: skip
-    """The last token of each row and its drafts -> logits [R, K+1, V] of all of them."""
+    """The last token of each row and the first `drafts` (K) of its drafts -> logits [R, K+1, V] of all of them."""
     slot = packed[:, 0]
     start = slots.kv_len[slot]
-    q_len = jnp.minimum(queries_of(slots, packed), 1 + proposed.count)
-    inputs = place(packed, start, q_len, 1 + proposed.tokens.shape[1])
-    tokens = jnp.concatenate([slots.tokens[slot, start][:, None], proposed.tokens], axis=1)
+    q_len = jnp.minimum(queries_of(slots, packed), 1 + jnp.minimum(proposed.count, drafts))
+    inputs = place(packed, start, q_len, 1 + drafts)
+    tokens = jnp.concatenate([slots.tokens[slot, start][:, None], proposed.tokens[:, :drafts]], axis=1)
     attend = make_attend(inputs, backend=backend, mesh=mesh)
     hidden, pool = model.forward(params, tokens, inputs.positions, pool, attend)
     return Forwarded(
@@ -164,7 +174,7 @@ def accept(
     q_len = jnp.where((flags & RowFlag.TAKES_TOKEN) > 0, jnp.maximum(kv_len - start, 0), 0)
     slot = jnp.where(q_len > 0, packed[:, 0], scrap)
     queries = logits.shape[1]
-    drafts = jnp.pad(proposed.tokens, ((0, 0), (0, 1)), constant_values=-1)
+    drafts = jnp.pad(proposed.tokens[:, : queries - 1], ((0, 0), (0, 1)), constant_values=-1)
 
     def step(carry, i):
         rows, agrees = carry

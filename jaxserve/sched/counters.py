@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
+from jaxserve.config import MAX_DRAFTS
 from jaxserve.request import FinishReason
 
 
@@ -21,14 +23,33 @@ class Counters:
     draft_prefill_tokens: int = 0  # positions that prefill calls of a draft with K/V of its own computed
     decode_rows: int = 0
     decode_padding: int = 0  # padding rows of decode calls
+    decode_calls: int = 0
+    verify_calls: int = 0  # those of them that verified drafts
+    drafts: int = 0  # proposals: one for each row of a verify call that had drafts
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    accepted_runs: list[int] = field(default_factory=lambda: [0] * (MAX_DRAFTS + 1))  # proposals by tokens accepted
     preemptions: int = 0
     nan_rows: int = 0
     stopped: int = 0  # sequences by how they ended
     length_limited: int = 0
     aborted: int = 0
     failed: int = 0
+
+    @property
+    def accepted_per_position(self) -> tuple[int, ...]:
+        """Entry i: how often a proposal's token i was accepted.  Up to the last position where any was."""
+        at_least = list(accumulate(reversed(self.accepted_runs)))[::-1]
+        return tuple([count for count in at_least[1:] if count])
+
+    def copy(self) -> Counters:
+        return replace(self, accepted_runs=self.accepted_runs.copy())
+
+    def count_proposal(self, drafted: int, accepted: int) -> None:
+        self.drafts += 1
+        self.drafted_tokens += drafted
+        self.accepted_tokens += accepted
+        self.accepted_runs[accepted] += 1
 
     def count_ending(self, reason: FinishReason) -> None:
         match reason:

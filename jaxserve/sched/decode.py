@@ -8,7 +8,9 @@ from jaxserve.config import SchedulerConfig
 from jaxserve.sched.plan import Call, Row
 from jaxserve.sched.roster import Roster
 from jaxserve.sched.sequence import SequenceState
+from jaxserve.sched.speculation import Speculation, Wish
 
+Candidates = list[tuple[SequenceState, int]]  # with the most drafts each may have
 Ready = list[tuple[SequenceState, int]]  # with its q_len
 
 
@@ -16,34 +18,54 @@ class DecodePlanner:
     def __init__(self, config: SchedulerConfig, roster: Roster):
         self.config = config
         self.roster = roster
-        self.queries = 1 + config.num_drafts
+        self.speculation = Speculation(config)
 
     def plan(self, now: float) -> Call | None:
-        ready = self._ready()
+        candidates = self._candidates()
+        is_level = any(drafts > 0 and self._is_level(sequence) for sequence, drafts in candidates)
+        wish = self.speculation.wish(candidates, is_level=is_level)
+        ready = self._with_queries(candidates, wish)
         if self._shortage(ready) > self.roster.pool.available:
-            ready = self._make_room(now)
+            ready = self._make_room(now, wish)
         if not ready:
             return None
-        rows = tuple([self._row(sequence, q_len) for sequence, q_len in ready])
-        bucket = next(size for size in self.config.decode_buckets if size >= len(rows))
-        self.roster.counters.decode_rows += len(rows)
-        self.roster.counters.decode_padding += bucket - len(rows)
-        return Call(rows=rows, rows_bucket=bucket, queries=self.queries)
+        call = self._call(ready, wish)
+        self.roster.counters.decode_calls += 1
+        self.roster.counters.decode_rows += len(call.rows)
+        self.roster.counters.decode_padding += call.rows_bucket - len(call.rows)
+        return call
 
-    def _ready(self) -> Ready:
+    def _candidates(self) -> Candidates:
         """Rows past their prefill that may still add a token.  A length stop is never late: it follows from counts."""
-        ready = []
+        found = []
         for sequence in self.roster.running.values():
             if sequence.computed < sequence.target:
                 continue
             room = sequence.limit - sequence.shortest
             if room > 0:
-                ready.append((sequence, min(self.queries if self._has_drafts(sequence) else 1, room)))
-        return ready
+                found.append((sequence, min(self.config.num_drafts, room - 1) if sequence.speculates else 0))
+        return found
 
-    def _has_drafts(self, sequence: SequenceState) -> bool:
+    def _with_queries(self, candidates: Candidates, wish: Wish) -> Ready:
+        """Rows whose draft is not level go without, whatever the wish."""
+        return [
+            (sequence, 1 + (min(drafts, wish.drafts) if self._is_level(sequence) else 0))
+            for sequence, drafts in candidates
+        ]
+
+    def _call(self, ready: Ready, wish: Wish) -> Call:
+        most = max([q_len for _, q_len in ready]) - 1
+        rows = tuple([self._row(sequence, q_len, is_verified=most > 0) for sequence, q_len in ready])
+        rungs = self.speculation.rungs(len(rows), most)
+        last = rungs[-1]
+        if last.drafts == 0 or not self.config.is_lookup:
+            return Call(rows=rows, rows_bucket=last.rows, queries=1 + last.drafts)
+        chances = [1.0 if wish.is_probe else self.speculation.expects(sequence) for sequence, _ in ready]
+        return Call(rows=rows, rows_bucket=last.rows, queries=1 + last.drafts, rungs=rungs, acceptance=tuple(chances))
+
+    def _is_level(self, sequence: SequenceState) -> bool:
         """A draft that keeps K/V of its own can go on only from where the target stands."""
-        return sequence.speculates and (not self.config.has_draft_pool or sequence.is_draft_level)
+        return not self.config.has_draft_pool or (sequence.speculates and sequence.is_draft_level)
 
     def _missing(self, sequence: SequenceState, q_len: int) -> int:
         """Pages it lacks for the longest case."""
@@ -52,11 +74,11 @@ class DecodePlanner:
     def _shortage(self, ready: Ready) -> int:
         return sum([self._missing(sequence, q_len) for sequence, q_len in ready])
 
-    def _make_room(self, now: float) -> Ready:
+    def _make_room(self, now: float, wish: Wish) -> Ready:
         """First drafts are given up, then the least important sequences, one by one, until the others fit."""
         roster = self.roster
         while True:
-            ready = self._frugal()
+            ready = self._frugal(wish)
             if self._shortage(ready) <= roster.pool.available:
                 return ready
             victim = min(roster.running.values(), key=lambda s: (s.level(now, roster.config.age_seconds), -s.admitted))
@@ -64,11 +86,11 @@ class DecodePlanner:
                 return []
             roster.preempt(victim)
 
-    def _frugal(self) -> Ready:
+    def _frugal(self, wish: Wish) -> Ready:
         """The ready rows with no more queries than their pages hold, one at the least.  A row that lacks a page only
         in case its unread drafts are accepted waits until they are read."""
         size, rows = self.config.page_size, []
-        for sequence, q_len in self._ready():
+        for sequence, q_len in self._with_queries(self._candidates(), wish):
             held = len(sequence.pages) * size
             if not self._missing(sequence, q_len):
                 rows.append((sequence, q_len))
@@ -78,12 +100,12 @@ class DecodePlanner:
                 rows.append((sequence, 1))
         return rows
 
-    def _row(self, sequence: SequenceState, q_len: int) -> Row:
+    def _row(self, sequence: SequenceState, q_len: int, *, is_verified: bool) -> Row:
         missing = self._missing(sequence, q_len)
         if missing:
             sequence.pages += self.roster.pool.allocate(missing)
             sequence.row = None
-        row, is_drafted = sequence.row, self.config.has_draft_pool and self._has_drafts(sequence)
+        row, is_drafted = sequence.row, is_verified and self.config.has_draft_pool and self._is_level(sequence)
         if row is None or (row.q_len, row.is_drafted) != (q_len, is_drafted):
             request = sequence.request
             row = sequence.row = Row(

@@ -32,7 +32,8 @@ class DraftPlanner:
         return Call(rows=chosen, rows_bucket=rows, queries=chunk)
 
     def _behind(self, first: set[int]) -> list[tuple[SequenceState, int]]:
-        """Sequences that want drafts, with the positions they lack; those of the target's call go first."""
+        """Sequences that want drafts, with the positions they lack; those of the target's call go first,
+        then whoever lacks least: drafts gain as soon as one row is level."""
         found = []
         for sequence in self.roster.running.values():
             if not sequence.speculates or sequence.limit - sequence.shortest < 2:  # no step of it can hold a draft
@@ -41,7 +42,7 @@ class DraftPlanner:
             self.roster.find_drafted(sequence, written)
             if written > sequence.draft_len:
                 found.append((sequence, written - sequence.draft_len))
-        return sorted(found, key=lambda item: item[0].number not in first)
+        return sorted(found, key=lambda item: (item[0].number not in first, item[1]))
 
     def _row(self, sequence: SequenceState, count: int) -> Row:
         start = sequence.draft_len

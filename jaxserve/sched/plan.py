@@ -46,12 +46,26 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
+class Rung:
+    """One way to run a decode call: a compiled number of rows, and of drafts that each row may have verified."""
+
+    rows: int
+    drafts: int  # K; 0 = plain decode
+    cost: float  # of the whole call, in any unit that a call's rungs share
+
+
+@dataclass(frozen=True, slots=True)
 class Call:
-    """One compiled program's worth of rows; `rows_bucket` and `queries` name the program."""
+    """One compiled program's worth of rows; `rows_bucket` and `queries` name the program.
+
+    With `rungs`, which of them runs is chosen when the rows' drafts are known (`jaxserve.sched.speculation.choose`); the
+    call names the one with the most drafts."""
 
     rows: tuple[Row, ...]
     rows_bucket: int
     queries: int  # chunk for prefill, 1 for decode, K + 1 for verify
+    rungs: tuple[Rung, ...] = ()  # by drafts, plain decode first
+    acceptance: tuple[float, ...] = ()  # with rungs: of each row, the chance that its next draft is right
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +100,7 @@ class RowOutcome:
 @dataclass(frozen=True, slots=True)
 class Outcome:
     rows: tuple[RowOutcome, ...]
+    decode_shape: tuple[int, int] | None = None  # rows and drafts (K) of the decode program that ran
 
 
 @dataclass(frozen=True, slots=True)

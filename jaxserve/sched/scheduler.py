@@ -6,7 +6,6 @@ each SequenceState and nothing is ever guessed."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping
 
@@ -36,6 +35,8 @@ class Scheduler:
         self._sequences_made = 0
         self._unread_steps = 0
         self._next_deadline = math.inf
+        self._last_commit = 0.0
+        self._was_queued = False  # at the last commit the next step had been dispatched
         self._ended: list[Chunk] = []  # ended outside a commit, not handed out yet
 
     # What the callers want.
@@ -109,7 +110,7 @@ class Scheduler:
             if decode or prefill:
                 self._unread_steps += 1
                 self.roster.counters.steps += 1
-                draft_prefill = self._drafting.plan(prefill) if self.config.has_draft_pool else None
+                draft_prefill = self._drafting.plan(prefill) if self._wants_drafts else None
                 return Plan(
                     step=self.roster.counters.steps, loads=loads, prefill=prefill, decode=decode,
                     draft_prefill=draft_prefill,
@@ -118,12 +119,18 @@ class Scheduler:
                 return None
             self._end_too_large()
 
+    @property
+    def _wants_drafts(self) -> bool:
+        """A draft with K/V of its own falls behind while none gains, and computes nothing."""
+        return self.config.has_draft_pool and self._decode.speculation.wants_drafts
+
     def commit(self, plan: Plan, outcome: Outcome, cuts: Mapping[int, Cut], now: float) -> list[Chunk]:
         """What a step has drawn: the chunks of its rows, and of all that ended elsewhere since the last call.
 
         Steps are committed in the order of their plans.  `cuts` names the rows (by sequence) whose text met a stop
         string."""
         self._unread_steps -= 1
+        self._observe(plan, outcome, now)
         chunks = self.drain()
         for row, drawn in zip(plan.rows, outcome.rows, strict=True):
             sequence = self.current(row)
@@ -133,6 +140,16 @@ class Scheduler:
                     chunks.append(chunk)
         self._expire(now)
         return chunks + self.drain() if self._ended else chunks
+
+    def _observe(self, plan: Plan, outcome: Outcome, now: float) -> None:
+        """What a step has told of speculation: its time, when it ran decode alone and waited for nothing but the device,
+        and which program it was."""
+        if outcome.decode_shape is not None:
+            if self._was_queued and plan.prefill is None:
+                self._decode.speculation.costs.observe(outcome.decode_shape, now - self._last_commit)
+            self.roster.counters.verify_calls += outcome.decode_shape[1] > 0
+        # What the draft computes of prompts comes after the step's tokens, and holds up the next one's.
+        self._last_commit, self._was_queued = now, self._unread_steps > 0 and plan.draft_prefill is None
 
     def current(self, row: Row) -> SequenceState | None:
         """The sequence of an outcome row, unless it has ended or been preempted since the row was planned."""
@@ -176,10 +193,11 @@ class Scheduler:
         counters.output_tokens += len(token_ids)
         if drawn.drafted:
             accepted = min(len(token_ids), len(drawn.token_ids) - 1)
+            sequence.drafts += 1
             sequence.drafted_tokens += drawn.drafted
             sequence.accepted_tokens += accepted
-            counters.drafted_tokens += drawn.drafted
-            counters.accepted_tokens += accepted
+            counters.count_proposal(drawn.drafted, accepted)
+            self._decode.speculation.observe_draft(sequence, drawn.drafted, len(drawn.token_ids) - 1)
         self.roster.publish_output(sequence)
         if len(token_ids) < row.q_len and row.start < 0:
             self.roster.trim(sequence)
@@ -258,7 +276,7 @@ class Scheduler:
             pages_free=pool.free,
             pages_cached=pool.cached,
             pages_held=pool.held,
-            totals=dataclasses.replace(roster.counters),
+            totals=roster.counters.copy(),
         )
 
     def check(self) -> None:

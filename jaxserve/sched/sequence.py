@@ -23,6 +23,26 @@ class Ending:
     stop_reason: int | str | None = None
 
 
+@dataclass(slots=True)
+class Acceptance:
+    """A moving estimate of the chance that a draft is right, given that those before it were."""
+
+    accepted: float = 0.0
+    tried: float = 0.0  # up to the first that was wrong: what stands behind it says nothing
+
+    @property
+    def mean(self) -> float:
+        return self.accepted / self.tried
+
+    def with_prior(self, mean: float, weight: float) -> float:
+        return (self.accepted + weight * mean) / (self.tried + weight)
+
+    def update(self, drafted: int, accepted: int, *, keep: float) -> None:
+        """keep: how much of what it knew still counts."""
+        self.accepted = self.accepted * keep + accepted
+        self.tried = self.tried * keep + accepted + (accepted < drafted)
+
+
 @dataclass(slots=True, eq=False)
 class SequenceState:
     number: int  # unique for the scheduler's life
@@ -57,6 +77,8 @@ class SequenceState:
 
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)  # those read, until they are sent
     cached_tokens: int = 0
+    acceptance: Acceptance = field(default_factory=Acceptance)
+    drafts: int = 0  # proposals
     drafted_tokens: int = 0
     accepted_tokens: int = 0
 
@@ -202,6 +224,7 @@ class SequenceState:
             prompt_tokens=self.prompt_len,
             completion_tokens=len(self.output),
             cached_tokens=self.cached_tokens,
+            drafts=self.drafts,
             drafted_tokens=self.drafted_tokens,
             accepted_tokens=self.accepted_tokens,
         )

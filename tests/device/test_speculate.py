@@ -28,7 +28,7 @@ from tests.tiny_model import write_tiny_model
 MAX_LEN = 64
 
 
-def looked_up(tokens: list[int], drafts: int, *, longest: int = 4, shortest: int = 2) -> list[int]:
+def looked_up(tokens: list[int], drafts: int, *, longest: int = 6, shortest: int = 2) -> list[int]:
     """The same search, written to be read."""
     for size in range(longest, shortest - 1, -1):
         newest = tokens[-size:]
@@ -164,7 +164,7 @@ def test_the_device_stops_at_a_rows_limit_whatever_it_is_asked_for() -> None:
 
     proposed = Proposed(tokens=jnp.full((3, 3), 7, jnp.int32), count=jnp.full((3,), 3, jnp.int32))
     pool, mesh = KVPool(data=jnp.zeros((1,))), make_mesh(jax.devices(), 1)
-    forwarded, _ = verify(Target(), {}, pool, slots, packed, proposed, backend="xla", mesh=mesh)
+    forwarded, _ = verify(Target(), {}, pool, slots, packed, proposed, drafts=3, backend="xla", mesh=mesh)
     assert forwarded.kv_len.tolist() == [11, 0, 13]
     assert int(seen[0].max(1)[0]) == 10, "a position past the limit"
     drawn, slots = accept(slots, forwarded.logits, forwarded.kv_len, packed, np.zeros((3, 2), np.uint32), proposed)

@@ -17,8 +17,10 @@ from tests.engine.test_exactness import GREEDY, LENGTHS, assert_same, one_by_one
 from tests.engine.test_service_promises import check_idle, random_params, run_trace
 
 DRAFTS = {
-    "ngram": {"draft": "ngram"},
-    "first layer": {"draft": "self:layers=1"},
+    "ngram": {"draft": "ngram", "speculate_tokens": 4},
+    "first layer": {"draft": "self:layers=1", "speculate_tokens": 4},
+    "ngram, auto": {"draft": "ngram"},
+    "first layer, auto": {"draft": "self:layers=1"},
 }
 MORE_DRAFTS = {
     "ngram, K=1": {"draft": "ngram", "speculate_tokens": 1},
@@ -81,7 +83,7 @@ def test_a_seeded_request_draws_the_same_with_every_draft(engines: Engines, plai
 
 
 def test_a_preempted_speculating_request_resumes_with_the_same_tokens(engines: Engines, plain: LLM) -> None:
-    llm, many = engines(draft="self:layers=1", pool="304", max_len=300), repetitive()
+    llm, many = engines(draft="self:layers=1", speculate_tokens=4, pool="304", max_len=300), repetitive()
     params = replace(GREEDY, max_tokens=70)
     before = llm.engine.load().preemptions
     got = llm.generate(many, params)
@@ -91,7 +93,7 @@ def test_a_preempted_speculating_request_resumes_with_the_same_tokens(engines: E
 
 
 def test_a_request_may_opt_out(engines: Engines, plain: LLM) -> None:
-    llm, many = engines(draft="self:layers=1"), repetitive([60, 60])
+    llm, many = engines(draft="self:layers=1", speculate_tokens=4), repetitive([60, 60])
     params = [GREEDY, replace(GREEDY, speculate=False)]
     with_drafts, without = llm.generate(many, params)
     assert with_drafts.usage.drafted_tokens > 0
@@ -100,7 +102,7 @@ def test_a_request_may_opt_out(engines: Engines, plain: LLM) -> None:
 
 
 def test_a_draft_never_runs_past_a_length_limit(engines: Engines) -> None:
-    llm = engines(draft="self:layers=1")
+    llm = engines(draft="self:layers=1", speculate_tokens=4)
     max_len = llm.engine.info.max_len
     for max_tokens in (1, 2, 3, 4, 5, 6):
         output = llm.generate(repetitive([50]), replace(GREEDY, max_tokens=max_tokens))[0]
@@ -135,7 +137,8 @@ def test_nothing_compiles_and_everything_ends_once_while_speculating(engines: En
         ({"draft": "lookup"}, "none, ngram, self:layers=N, model:REF"),
         ({"draft": "ngram:3"}, "takes no detail"),
         ({"draft": "self:layers=9"}, "the model has 2 layers"),
-        ({"draft": "ngram", "speculate_tokens": 0}, "between 1 and 15"),
+        ({"draft": "ngram", "speculate_tokens": 16}, "auto or a number from 0 to 15"),
+        ({"draft": "ngram", "speculate_tokens": "many"}, "auto or a number from 0 to 15"),
         ({"speculate_tokens": 9}, "needs a draft"),
     ],
 )

@@ -8,11 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.sched.decode import DecodePlanner
 from jaxserve.sched.pages import PagePool
 from jaxserve.sched.sequence import SequenceState
+from jaxserve.sched.speculation import Speculation, Wish
 from tests.fakes import FakeDevice
 from tests.sched.harness import VOCAB, Loop, make_config, some_prompt
+from tests.sched.test_adaptive import adaptive, run
 from tests.sched.traces import Trace
 
 K = 3
@@ -140,11 +141,14 @@ def test_a_row_that_catches_up_goes_on_without_drafts_meanwhile():
 
 def test_a_row_whose_draft_was_left_out_for_a_while_catches_up(monkeypatch):
     """Speculation switched off and on again, as an engine does that finds it slower than none."""
-    loop, has_drafts = drafting(), DecodePlanner._has_drafts
-    is_off = lambda: len(loop.plans) % 12 >= 6  # noqa: E731
-    monkeypatch.setattr(
-        DecodePlanner, "_has_drafts", lambda self, sequence: not is_off() and has_drafts(self, sequence)
-    )
+    loop, wish = drafting(), Speculation.wish
+
+    def fickle(speculation, rows, *, is_level):
+        found = wish(speculation, rows, is_level=is_level)
+        speculation.wants_drafts = len(loop.plans) % 12 < 6
+        return found if speculation.wants_drafts else Wish(0)
+
+    monkeypatch.setattr(Speculation, "wish", fickle)
     for i in range(4):
         loop.ask(f"r{i}", some_prompt(3 + i, i), max_tokens=40, ignore_eos=True)
     loop.run()
@@ -152,6 +156,27 @@ def test_a_row_whose_draft_was_left_out_for_a_while_catches_up(monkeypatch):
     totals = loop.scheduler.load().totals
     assert totals.drafted_tokens == totals.accepted_tokens > 0
     assert totals.draft_prefill_tokens > 3 + 4 + 5 + 6
+
+
+def test_a_draft_that_gains_nothing_falls_behind_and_catches_up_for_a_probe():
+    """Fault 52: switched off it costs nothing, and it comes back when its drafts are right again."""
+    loop = run(adaptive(0.3, has_draft_pool=True), accept=0.05)
+    bad = loop.scheduler.load().totals
+    assert bad.verify_calls < bad.decode_calls / 6
+    assert bad.draft_prefill_tokens < (bad.prefill_tokens + bad.output_tokens) / 3
+    loop.device.accept = 1.0
+    for i in range(60):
+        loop.ask(f"s{i}", some_prompt(4, i), max_tokens=40, ignore_eos=True)
+    loop.run()
+    loop.verify()
+    good = loop.scheduler.load().totals
+    assert good.verify_calls > bad.verify_calls, "a probe never came to its drafts"
+
+
+@settings(max_examples=60)
+@given(seed=st.integers(0, 2**32), verify=st.sampled_from((0.01, 0.1, 0.4)), num_pages=st.sampled_from((14, 18, 40)))
+def test_a_draft_reads_only_what_it_has_computed_when_it_comes_and_goes(seed, verify, num_pages):
+    Trace(seed, 7, adaptive(verify, has_draft_pool=True, num_pages=num_pages)).play()
 
 
 # Each rule broken on purpose.
@@ -205,9 +230,11 @@ def test_guesses_taken_for_the_drafts_past_are_noticed(monkeypatch):
             sequence.draft_len = sequence.longest_kv(0)
 
     monkeypatch.setattr(SequenceState, "plan_decode", plan_decode)
-    loop, has_drafts = drafting(0.0, max_len=200, num_pages=100), DecodePlanner._has_drafts
+    loop, wish = drafting(0.0, max_len=200, num_pages=100), Speculation.wish
     monkeypatch.setattr(
-        DecodePlanner, "_has_drafts", lambda self, sequence: len(loop.plans) % 5 > 0 and has_drafts(self, sequence)
+        Speculation,
+        "wish",
+        lambda self, rows, **is_level: wish(self, rows, **is_level) if len(loop.plans) % 5 else Wish(0),
     )
     with pytest.raises(AssertionError, match="K/V of the draft"):
         serve(loop, "r", some_prompt(9), max_tokens=150)

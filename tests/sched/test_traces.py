@@ -33,7 +33,8 @@ def test_the_traces_meet_what_they_are_for():
     """A trace that never preempts, hits, trims, stops or fails would prove nothing."""
     loops = [Trace(seed, num_drafts).play().scheduler.load().totals for seed in range(12) for num_drafts in (0, 3)]
     for name in (field.name for field in dataclasses.fields(loops[0])):
-        assert sum(getattr(totals, name) for totals in loops) > 0, f"no trace had any {name}"
+        counts = [getattr(totals, name) for totals in loops]
+        assert any(map(any, counts)) if name == "accepted_runs" else any(counts), f"no trace had any {name}"
 
 
 @DRAFTS
@@ -80,9 +81,9 @@ def test_breaking_rule_3_no_clamp_on_the_device_is_noticed():
 def test_breaking_rule_3_a_position_guessed_by_the_host_is_noticed(monkeypatch):
     plan_row = DecodePlanner._row
 
-    def guess(planner, sequence, q_len):
+    def guess(planner, sequence, q_len, **how):
         start = sequence.shortest - 1
-        return dataclasses.replace(plan_row(planner, sequence, q_len), start=start)
+        return dataclasses.replace(plan_row(planner, sequence, q_len, **how), start=start)
 
     monkeypatch.setattr(DecodePlanner, "_row", guess)
     monkeypatch.setattr(FakeDevice, "_start", lambda device, row: row.start)

@@ -181,7 +181,9 @@ def test_every_field_of_a_chunk_reaches_its_message() -> None:
         prompt_logprobs=(None, entry),
         finish_reason=FinishReason.STOP,
         stop_reason=105,
-        usage=Usage(prompt_tokens=5, completion_tokens=4, cached_tokens=3, drafted_tokens=2, accepted_tokens=1),
+        usage=Usage(
+            prompt_tokens=5, completion_tokens=4, cached_tokens=3, drafts=6, drafted_tokens=2, accepted_tokens=1
+        ),
         error="e",
         seed=-1,
     )
@@ -193,8 +195,8 @@ def test_every_field_of_a_chunk_reaches_its_message() -> None:
     assert list(second.top_ids) == [240, 104] and list(second.top_bytes) == [b"\xf0", b"h"]
     finish = output.finish
     assert finish.reason == pb.FINISH_REASON_STOP and finish.stop_id == 105 and finish.WhichOneof("matched_stop")
-    counts = ("prompt_tokens", "completion_tokens", "cached_tokens", "drafted_tokens", "accepted_tokens")
-    assert [getattr(finish, name) for name in counts] == [5, 4, 3, 2, 1]
+    counts = ("prompt_tokens", "completion_tokens", "cached_tokens", "drafts", "drafted_tokens", "accepted_tokens")
+    assert [getattr(finish, name) for name in counts] == [5, 4, 3, 6, 2, 1]
     assert {field.name for field in dataclasses.fields(Usage)} == set(counts)
     assert (finish.seed, finish.error) == (2**64 - 1, "e")
 

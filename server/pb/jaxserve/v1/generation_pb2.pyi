@@ -162,7 +162,7 @@ class TokenLogprobs(_message.Message):
     def __init__(self, logprob: _Optional[float] = ..., token_id: _Optional[int] = ..., rank: _Optional[int] = ..., token_bytes: _Optional[bytes] = ..., top_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ..., top_bytes: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class Finish(_message.Message):
-    __slots__ = ("reason", "stop_id", "stop_string", "prompt_tokens", "completion_tokens", "cached_tokens", "drafted_tokens", "accepted_tokens", "seed", "error")
+    __slots__ = ("reason", "stop_id", "stop_string", "prompt_tokens", "completion_tokens", "cached_tokens", "drafted_tokens", "accepted_tokens", "seed", "error", "drafts")
     REASON_FIELD_NUMBER: _ClassVar[int]
     STOP_ID_FIELD_NUMBER: _ClassVar[int]
     STOP_STRING_FIELD_NUMBER: _ClassVar[int]
@@ -173,6 +173,7 @@ class Finish(_message.Message):
     ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
+    DRAFTS_FIELD_NUMBER: _ClassVar[int]
     reason: FinishReason
     stop_id: int
     stop_string: str
@@ -183,7 +184,8 @@ class Finish(_message.Message):
     accepted_tokens: int
     seed: int
     error: str
-    def __init__(self, reason: _Optional[_Union[FinishReason, str]] = ..., stop_id: _Optional[int] = ..., stop_string: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., drafted_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., seed: _Optional[int] = ..., error: _Optional[str] = ...) -> None: ...
+    drafts: int
+    def __init__(self, reason: _Optional[_Union[FinishReason, str]] = ..., stop_id: _Optional[int] = ..., stop_string: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., drafted_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., seed: _Optional[int] = ..., error: _Optional[str] = ..., drafts: _Optional[int] = ...) -> None: ...
 
 class AbortRequest(_message.Message):
     __slots__ = ("id",)
@@ -288,7 +290,7 @@ class LoadRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class LoadResponse(_message.Message):
-    __slots__ = ("running", "waiting", "slots", "pages_total", "pages_free", "pages_cached", "pages_held", "requests", "prompt_tokens", "completion_tokens", "prefix_hit_tokens", "preemptions", "recomputed_tokens", "draft_tokens", "accepted_tokens", "steps", "nan_rows", "compiles", "host_seconds")
+    __slots__ = ("running", "waiting", "slots", "pages_total", "pages_free", "pages_cached", "pages_held", "requests", "prompt_tokens", "completion_tokens", "prefix_hit_tokens", "preemptions", "recomputed_tokens", "draft_tokens", "accepted_tokens", "steps", "nan_rows", "compiles", "host_seconds", "decode_calls", "verify_calls", "drafts", "accepted_per_position")
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     SLOTS_FIELD_NUMBER: _ClassVar[int]
@@ -308,6 +310,10 @@ class LoadResponse(_message.Message):
     NAN_ROWS_FIELD_NUMBER: _ClassVar[int]
     COMPILES_FIELD_NUMBER: _ClassVar[int]
     HOST_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    DECODE_CALLS_FIELD_NUMBER: _ClassVar[int]
+    VERIFY_CALLS_FIELD_NUMBER: _ClassVar[int]
+    DRAFTS_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_PER_POSITION_FIELD_NUMBER: _ClassVar[int]
     running: int
     waiting: int
     slots: int
@@ -327,4 +333,8 @@ class LoadResponse(_message.Message):
     nan_rows: int
     compiles: int
     host_seconds: float
-    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., slots: _Optional[int] = ..., pages_total: _Optional[int] = ..., pages_free: _Optional[int] = ..., pages_cached: _Optional[int] = ..., pages_held: _Optional[int] = ..., requests: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., recomputed_tokens: _Optional[int] = ..., draft_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., steps: _Optional[int] = ..., nan_rows: _Optional[int] = ..., compiles: _Optional[int] = ..., host_seconds: _Optional[float] = ...) -> None: ...
+    decode_calls: int
+    verify_calls: int
+    drafts: int
+    accepted_per_position: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., slots: _Optional[int] = ..., pages_total: _Optional[int] = ..., pages_free: _Optional[int] = ..., pages_cached: _Optional[int] = ..., pages_held: _Optional[int] = ..., requests: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., recomputed_tokens: _Optional[int] = ..., draft_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., steps: _Optional[int] = ..., nan_rows: _Optional[int] = ..., compiles: _Optional[int] = ..., host_seconds: _Optional[float] = ..., decode_calls: _Optional[int] = ..., verify_calls: _Optional[int] = ..., drafts: _Optional[int] = ..., accepted_per_position: _Optional[_Iterable[int]] = ...) -> None: ...
