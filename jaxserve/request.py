@@ -133,9 +133,7 @@ class SamplingParams:
         _check_range("min_p", self.min_p, 0.0, 1.0)
         _check_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _check_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _check_range("repetition_penalty", self.repetition_penalty, 0.0, 100.0)
-        if self.repetition_penalty == 0:
-            raise RequestError("repetition_penalty must be above 0", field="repetition_penalty")
+        _check_range("repetition_penalty", self.repetition_penalty, 0.01, 100.0)  # nearer to 0 a logit overflows
         if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int)):
             raise RequestError(f"seed must be an integer, got {self.seed!r}", field="seed")
         if self.seed is not None and not -(2**63) <= self.seed < 2**64:

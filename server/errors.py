@@ -33,12 +33,18 @@ HTTP_STATUS = {
     ErrorCode.ALREADY_EXISTS: 409,
     ErrorCode.RESOURCE_EXHAUSTED: 429,
     ErrorCode.UNAVAILABLE: 503,
-    ErrorCode.DEADLINE_EXCEEDED: 504,
+    ErrorCode.DEADLINE_EXCEEDED: 408,  # the caller's own timeout, so no 5xx
     ErrorCode.CANCELLED: 499,  # as nginx has it; no official status says that the caller ended it
     ErrorCode.INTERNAL: 500,
 }
+KINDS = {
+    401: "authentication_error",
+    403: "permission_error",
+    408: "timeout_error",
+    429: "rate_limit_error",
+}
 RETRY_AFTER = {429: "1", 503: "5"}  # seconds: a queue moves fast, a model loads or a server leaves slowly
-NO_RETRY = (409, 499, 504)  # statuses that OpenAI's clients would try again, although the same would come of it
+NO_RETRY = (408, 409, 499)  # statuses that OpenAI's clients would try again, although the same would come of it
 
 CODE_KEY = "jaxserve-code"  # trailing metadata: the status is this server's own word, not the transport's
 FIELD_KEY = "jaxserve-field"  # trailing metadata: the field at fault
@@ -64,7 +70,7 @@ class HttpError(Exception):
 
 def error_body(status: int, message: str, *, code: str, field: str | None = None) -> dict[str, Json]:
     """OpenAI's shape of an error."""
-    kind = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}.get(status)
+    kind = KINDS.get(status)
     kind = kind or ("invalid_request_error" if status < 500 else "server_error")
     return {"error": {"message": message, "type": kind, "param": field, "code": code}}
 

@@ -21,13 +21,14 @@ from server.http_generate import GenerateResponse, model_names
 from server.http_text import detokenized, tokenized, tokenizer_info
 from server.json_types import quote
 from server.limits import MAX_ID_BYTES, HttpLimits
+from server.openapi import document
 
 REQUEST_ID = b"x-request-id"
 
 
 def http_app(calls: Calls) -> ASGIApp:
     """The whole front as one ASGI application."""
-    app = FastAPI(title="jaxserve", docs_url=None, redoc_url=None, redirect_slashes=False)
+    app = FastAPI(openapi_url=None, redirect_slashes=False)  # its own document would know nothing of our bodies
     routes = Routes(calls)
     app.add_api_route("/v1/completions", routes.completions, methods=["POST"])
     app.add_api_route("/v1/chat/completions", routes.chat_completions, methods=["POST"])
@@ -38,6 +39,7 @@ def http_app(calls: Calls) -> ASGIApp:
     app.add_api_route("/tokenizer_info", routes.tokenizer_info, methods=["GET"])
     app.add_api_route("/health", routes.health, methods=["GET"])
     app.add_api_route("/ready", routes.ready, methods=["GET"])
+    app.add_api_route("/openapi.json", routes.openapi, methods=["GET"])
     # The page at / and /metrics are mounted here, after the API's own paths.
     for kind in (RequestError, HttpError, HTTPException, Exception):
         app.add_exception_handler(kind, _failed)
@@ -90,6 +92,9 @@ class Routes:
     async def ready(self) -> Response:
         """Send requests here."""
         return _state("ready", self._calls.is_ready)
+
+    async def openapi(self) -> Response:
+        return JSONResponse(document())
 
     async def _body(self, request: Request) -> bytes:
         return await read_json_body(request, self._limits.max_body_bytes)

@@ -116,7 +116,7 @@ SAMPLING: Mapping[str, Field] = {
     "min_p": ranged(number, "number", 0, 1),
     "presence_penalty": ranged(number, "number", -2, 2),
     "frequency_penalty": ranged(number, "number", -2, 2),
-    "repetition_penalty": Field(number, {"type": "number", "exclusiveMinimum": 0, "maximum": 100}),
+    "repetition_penalty": ranged(number, "number", 0.01, 100),
     "logit_bias": Field(
         biases,
         {

@@ -54,6 +54,11 @@ class Tokenizer(Protocol):
     @property
     def chat_template(self) -> str | None: ...
 
+    @property
+    def tool_template(self) -> str | None:
+        """The template for chats with tools, of a model that has one of its own for them."""
+        ...
+
     def encode(self, text: str, *, add_bos: bool | None = None, parse_special: bool = False) -> list[int]:
         """Ids of `text`.  `add_bos=None` does as the model's own tokenizer does; never a second BOS.  Words like
         <|im_end|> stay plain text unless `parse_special`.  Raises RequestError for text that is not Unicode."""

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+TOOL_TEMPLATE = "tool_use"  # what transformers calls the template for chats with tools
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FolderConfig:
@@ -17,6 +19,7 @@ class FolderConfig:
     more_eos_ids: tuple[int, ...] = ()  # of generation_config.json and config.json
     add_bos: bool | None = None  # None: as the tokenizer's own file says
     chat_template: str | None = None
+    tool_template: str | None = None
     legacy: bool = True  # a space in front of every text behind a control token, not of the first alone
     added_tokens: Mapping[int, tuple[str, bool]] = field(default_factory=dict)  # id -> (text, is it a control token)
 
@@ -38,12 +41,14 @@ class FolderConfig:
             ids = _json(folder / name).get("eos_token_id")
             more += [i for i in (ids if isinstance(ids, list) else [ids]) if isinstance(i, int)]
         add_bos = config.get("add_bos_token")
+        templates = _templates(folder, config.get("chat_template"))
         return FolderConfig(
             bos_token=_token(config.get("bos_token")),
             eos_token=_token(config.get("eos_token")),
             more_eos_ids=tuple(more),
             add_bos=add_bos if isinstance(add_bos, bool) else None,
-            chat_template=_template(folder, config.get("chat_template")),
+            chat_template=templates.get("default"),
+            tool_template=templates.get(TOOL_TEMPLATE),
             legacy=config.get("legacy") is not False,
             added_tokens=_added_tokens(folder, config.get("added_tokens_decoder")),
         )
@@ -67,18 +72,22 @@ def _token(value: object) -> str | None:
     return text if isinstance(text, str) and text else None
 
 
-def _template(folder: Path, value: object) -> str | None:
-    path = folder / "chat_template.jinja"
-    if path.is_file():
-        try:
-            return path.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{path} is not UTF-8: {error}") from None
-    if isinstance(value, list):  # several, by name
-        named = [entry for entry in value if isinstance(entry, dict) and entry.get("name") == "default"]
-        value = named[0].get("template") if named else None
+def _templates(folder: Path, value: object) -> Mapping[str, str]:
+    """By name; a folder that has only one calls it "default".  A file of its own goes before tokenizer_config.json."""
     value = value or _json(folder / "chat_template.json").get("chat_template")
-    return value if isinstance(value, str) else None
+    if isinstance(value, list):
+        entries = [entry for entry in value if isinstance(entry, dict)]
+        found = {entry.get("name"): entry.get("template") for entry in entries}
+    else:
+        found = {"default": value}
+    files = [(path.stem, path) for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))]
+    for name, path in [*files, ("default", folder / "chat_template.jinja")]:
+        if path.is_file():
+            try:
+                found[name] = path.read_text(encoding="utf-8")
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{path} is not UTF-8: {error}") from None
+    return {str(name): text for name, text in found.items() if isinstance(text, str)}
 
 
 def _added_tokens(folder: Path, decoder: object) -> dict[int, tuple[str, bool]]:

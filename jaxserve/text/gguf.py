@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from checkpoints.gguf_file import GGUFFile
-from jaxserve.text.folder import FolderConfig
+from jaxserve.text.folder import TOOL_TEMPLATE, FolderConfig
 from jaxserve.text.pretokenizers import PRE_TOKENIZERS
 from jaxserve.text.vocabulary import Vocabulary
 
@@ -50,6 +50,7 @@ class Fields:
     adds_bos: bool | None
     add_space_prefix: bool
     chat_template: str | None
+    tool_template: str | None
 
     def of_type(self, *types: TokenType) -> list[int]:
         return [i for i, kind in enumerate(self.types) if kind in types]
@@ -61,6 +62,7 @@ class Fields:
             more_eos_ids=self.eos_ids,
             add_bos=adds_bos if self.adds_bos is None else self.adds_bos,
             chat_template=self.chat_template,
+            tool_template=self.tool_template,
         )
 
 
@@ -101,7 +103,8 @@ def _read(gguf: GGUFFile) -> Fields:
     eos = [i for i in named if i is not None] + [i for i in ends if types[i] == TokenType.CONTROL]
     merges = meta.get("tokenizer.ggml.merges", [])
     adds_bos = meta.get("tokenizer.ggml.add_bos_token")
-    template = meta.get("tokenizer.chat_template")
+    templates = [meta.get(f"tokenizer.chat_template{name}") for name in ("", f".{TOOL_TEMPLATE}")]
+    template, tool_template = (text if isinstance(text, str) else None for text in templates)
     return Fields(
         place=place,
         tokens=tokens,
@@ -114,7 +117,8 @@ def _read(gguf: GGUFFile) -> Fields:
         eos_ids=tuple(dict.fromkeys(eos)),
         adds_bos=adds_bos if isinstance(adds_bos, bool) else None,
         add_space_prefix=meta.get("tokenizer.ggml.add_space_prefix", True) is True,
-        chat_template=template if isinstance(template, str) else None,
+        chat_template=template,
+        tool_template=tool_template,
     )
 
 

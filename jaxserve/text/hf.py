@@ -48,6 +48,7 @@ def from_tokenizer(source: tokenizers.Tokenizer, config: FolderConfig, place: st
         adds_bos=adds_bos and bos_id is not None,
         strips_leading_space=_strips_leading_space(spec["decoder"]),
         chat_template=config.chat_template,
+        tool_template=config.tool_template,
         eats_left=frozenset(t["id"] for t in spec["added_tokens"] if t["special"] and t["lstrip"]),
         eats_right=frozenset(t["id"] for t in spec["added_tokens"] if t["special"] and t["rstrip"]),
     )

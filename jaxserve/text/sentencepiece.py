@@ -51,6 +51,7 @@ def from_model(model: bytes, config: FolderConfig, place: str) -> Vocabulary:
         adds_bos=bos_id is not None and config.add_bos is not False,
         strips_leading_space=proto.normalizer_spec.add_dummy_prefix,
         chat_template=config.chat_template,
+        tool_template=config.tool_template,
     )
 
 

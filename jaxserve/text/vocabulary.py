@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 from jaxserve.request import RequestError
+from jaxserve.text.folder import TOOL_TEMPLATE
 
 
 class Encoder(Protocol):
@@ -38,6 +39,7 @@ class Vocabulary:
     adds_bos: bool
     strips_leading_space: bool = False
     chat_template: str | None = None
+    tool_template: str | None = None
     eats_left: frozenset[int] = frozenset()  # control tokens that take the white space before them away
     eats_right: frozenset[int] = frozenset()  # ... and after them
     special_ids: frozenset[int] = field(init=False)
@@ -102,6 +104,9 @@ class Vocabulary:
         }
         if self.chat_template is not None:
             config["chat_template"] = self.chat_template
+        if self.chat_template is not None and self.tool_template is not None:
+            named = {"default": self.chat_template, TOOL_TEMPLATE: self.tool_template}
+            config["chat_template"] = [{"name": name, "template": text} for name, text in named.items()]
         _write(folder / "tokenizer_config.json", config)
         _write(folder / "generation_config.json", {"bos_token_id": self.bos_id, "eos_token_id": list(self.eos_ids)})
 

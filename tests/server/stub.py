@@ -4,6 +4,7 @@ Every sequence gets the bytes of `answer`, then end-of-sequence; one token each 
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -31,6 +32,7 @@ class StubTokenizer:
     special_tokens: Mapping[str, int] = {"<|im_start|>": IM_START, "<|im_end|>": IM_END, "<s>": BOS}
     adds_bos = False
     strips_leading_space = False
+    tool_template: str | None = None
     chat_template: str | None = (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -103,6 +105,7 @@ class StubEngine:
         slots: int = 32,
         tokenizer: StubTokenizer | None = None,
         per_step: int = 1,
+        is_paced: bool = False,
     ):
         self.config = EngineConfig(queue_limit=queue_limit, slots=slots)
         self.tokenizer = tokenizer or StubTokenizer()
@@ -112,6 +115,7 @@ class StubEngine:
         self._answer = [*answer.encode(), IM_END]
         self._step_seconds = step_seconds
         self._per_step = per_step
+        self._is_paced = is_paced  # a step waits until every chunk of the one before has been taken: none are merged
         self._changed = threading.Condition()
         self._handles: dict[str, RequestHandle] = {}
         self._sequences: list[Sequence_] = []
@@ -132,6 +136,8 @@ class StubEngine:
         self._thread.start()
 
     def submit(self, request: Request) -> RequestHandle:
+        if self._failure is not None:
+            raise RequestError(f"the engine has stopped: {self._failure}", code=ErrorCode.INTERNAL)
         if self._draining:
             raise RequestError("the server is shutting down", code=ErrorCode.UNAVAILABLE)
         self.check(request)
@@ -245,8 +251,17 @@ class StubEngine:
                 elif not self._is_held:
                     chunks.append(self._draw(sequence))
         self._deliver(chunks)
+        if self._is_paced:
+            self._wait_for_readers()
         if self._step_seconds:
             time.sleep(self._step_seconds)
+
+    def _wait_for_readers(self) -> None:
+        for handle in list(self._handles.values()):
+            assert handle.loop is not None
+            asyncio.run_coroutine_threadsafe(asyncio.sleep(0), handle.loop).result()  # what was handed over is there
+            while handle._waiting:
+                time.sleep(0.0002)
 
     def _draw(self, sequence: Sequence_) -> Chunk:
         params = sequence.request.params

@@ -146,6 +146,14 @@ def test_a_saved_tokenizer_loads_as_the_same(request: pytest.FixtureRequest, tmp
             )
 
 
+def test_a_template_for_tools_is_read(tmp_path: Path):
+    path = tmp_path / "tiny.gguf"
+    templates = {"tokenizer.chat_template": "d", "tokenizer.chat_template.tool_use": "t"}
+    write_gguf(path, vocabulary("gpt2", BPE, pre="smollm") | templates)
+    tokenizer = load_tokenizer(ModelFiles("tiny", "gguf", path))
+    assert (tokenizer.chat_template, tokenizer.tool_template) == ("d", "t")
+
+
 def test_a_lone_surrogate_is_refused(bpe: Tokenizer, sentencepiece: Tokenizer):
     for tokenizer in (bpe, sentencepiece):
         with pytest.raises(RequestError, match="lone surrogate"):

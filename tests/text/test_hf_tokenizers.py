@@ -130,8 +130,18 @@ def test_the_templates_own_file_wins(tmp_path: Path):
     assert load_tokenizer(files).chat_template == "new"
     (tmp_path / "chat_template.jinja").unlink()
     assert load_tokenizer(files).chat_template == "old"
+
+
+def test_a_template_for_tools_is_read_and_saved_beside_the_other(tmp_path: Path):
     named = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]
-    assert load_tokenizer(folder_of(tmp_path, "byte_level", chat_template=named)).chat_template == "d"
+    tokenizer = load_tokenizer(folder_of(tmp_path, "byte_level", chat_template=named))
+    assert (tokenizer.chat_template, tokenizer.tool_template) == ("d", "t")
+    tokenizer.save(tmp_path / "saved")
+    saved = load_tokenizer(ModelFiles("saved", "orbax", tmp_path / "saved"))
+    assert (saved.chat_template, saved.tool_template) == ("d", "t")
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("file")
+    assert load_tokenizer(folder_of(tmp_path, "byte_level", chat_template="d")).tool_template == "file"
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "generation_config.json"])

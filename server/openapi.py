@@ -1,0 +1,199 @@
+"""The OpenAPI document of the HTTP front: bodies told by the same tables that check them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from server.http_text import DETOKENIZE, TOKENIZE
+from server.json_types import Field, Json
+from server.openai_fields import FIELDS, REQUIRED, Kind
+
+Schema = Mapping[str, Json]
+
+STRING, NUMBER, BOOLEAN = {"type": "string"}, {"type": "number"}, {"type": "boolean"}
+COUNT = {"type": "integer", "minimum": 0}
+INTEGER = {"type": "integer"}
+
+ERRORS = {
+    400: "A field or a combination of fields that this server cannot honour; error.param names it",
+    404: "No such model",
+    408: "The body did not come in time, or the call's own timeout passed before it ended",
+    413: "The body is over the limit",
+    415: "The body is not said to be JSON",
+    429: "The queue is full: try again after retry-after seconds",
+    499: "The request was aborted",
+    500: "The server's own fault",
+    503: "The model is loading, or the server is shutting down",
+}
+TEXT_ERRORS = (400, 404, 408, 413, 415, 500, 503)
+
+
+def document() -> dict[str, Json]:
+    """OpenAPI 3.1."""
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "jaxserve", "version": "1", "description": "OpenAI's API, and vLLM's where OpenAI has none."},
+        "paths": {
+            "/v1/completions": _generate("completion", "Continue prompts.", COMPLETION),
+            "/v1/chat/completions": _generate("chat", "Answer a conversation.", CHAT),
+            "/v1/models": {"get": _operation("The model that is served.", _list_of(MODEL), errors=(500, 503))},
+            "/v1/models/{name}": {
+                "get": {
+                    "parameters": [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}],
+                    **_operation("One model.", MODEL, errors=(404, 500, 503)),
+                }
+            },
+            "/tokenize": _post(TOKENIZE, (), "A prompt's token ids, or a chat's.", TOKENS),
+            "/detokenize": _post(DETOKENIZE, ("tokens",), "The text of token ids.", _object(prompt=STRING)),
+            "/tokenizer_info": {
+                "get": _operation("What a client needs to build prompts by itself.", TOKENIZER, errors=(500, 503))
+            },
+            "/health": {"get": _state("The engine's loop beats.")},
+            "/ready": {"get": _state("Requests are taken.")},
+        },
+    }
+
+
+def body_schema(fields: Mapping[str, Field], required: Sequence[str]) -> dict[str, Json]:
+    """null is the same as leaving a field out."""
+    properties: dict[str, Json] = {}
+    for name, field in fields.items():
+        schema = dict(field.schema)
+        properties[name] = schema if name in required else {"anyOf": [schema, {"type": "null"}]}
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": list(required),
+        "additionalProperties": False,
+    }
+
+
+def _object(optional: Mapping[str, Schema] | None = None, **properties: Schema) -> dict[str, Json]:
+    """Nothing that is not told here; `optional` need not stand there."""
+    every = {name: dict(schema) for name, schema in {**properties, **(optional or {})}.items()}
+    return {"type": "object", "properties": every, "required": list(properties), "additionalProperties": False}
+
+
+def _array(items: Schema) -> dict[str, Json]:
+    return {"type": "array", "items": dict(items)}
+
+
+def _nullable(schema: Schema) -> dict[str, Json]:
+    return {"anyOf": [dict(schema), {"type": "null"}]}
+
+
+def _list_of(schema: Schema) -> dict[str, Json]:
+    return _object(object={"const": "list"}, data=_array(schema))
+
+
+ERROR = _object(
+    error=_object(message=STRING, type=STRING, param=_nullable(STRING), code=STRING),
+)
+USAGE = _object(
+    prompt_tokens=COUNT,
+    completion_tokens=COUNT,
+    total_tokens=COUNT,
+    prompt_tokens_details=_object(cached_tokens=COUNT),
+)
+TOKEN = {"token": STRING, "logprob": NUMBER, "bytes": _array(COUNT)}
+CHAT_LOGPROBS = _object(content=_array(_object(**TOKEN, top_logprobs=_array(_object(**TOKEN)))))
+COMPLETION_LOGPROBS = _object(
+    tokens=_array(STRING),
+    token_logprobs=_array(_nullable(NUMBER)),
+    top_logprobs=_array(_nullable({"type": "object", "additionalProperties": NUMBER})),
+    text_offset=_array(COUNT),
+)
+PROMPT_LOGPROBS = _array(
+    _nullable(
+        {"type": "object", "additionalProperties": _object(logprob=NUMBER, rank=COUNT, decoded_token=STRING)},
+    )
+)
+CHOICE = {
+    "index": COUNT,
+    "finish_reason": {"enum": ["stop", "length"]},
+    "stop_reason": {"type": ["string", "integer", "null"]},
+    "seed": INTEGER,
+}
+OF_PROMPT = {"prompt_logprobs": PROMPT_LOGPROBS, "prompt_token_ids": _array(COUNT)}
+TOKEN_IDS = {"token_ids": _array(COUNT)}
+ANSWER = {"id": STRING, "created": COUNT, "model": STRING, "usage": USAGE}
+COMPLETION = _object(
+    **ANSWER,
+    object={"const": "text_completion"},
+    choices=_array(
+        _object({**OF_PROMPT, **TOKEN_IDS}, **CHOICE, text=STRING, logprobs=_nullable(COMPLETION_LOGPROBS)),
+    ),
+)
+CHAT = _object(
+    OF_PROMPT,
+    **ANSWER,
+    object={"const": "chat.completion"},
+    choices=_array(
+        _object(
+            TOKEN_IDS,
+            **CHOICE,
+            message=_object(role={"const": "assistant"}, content=STRING),
+            logprobs=_nullable(CHAT_LOGPROBS),
+        ),
+    ),
+)
+MODEL = _object(
+    id=STRING,
+    object={"const": "model"},
+    created=COUNT,
+    owned_by=STRING,
+    max_model_len=COUNT,
+    limits={"type": "object", "additionalProperties": COUNT},
+)
+TOKENS = _object(
+    count=COUNT, max_model_len=COUNT, tokens=_array(COUNT), token_strs=_nullable(_array(STRING))
+)  # fmt: skip
+TOKENIZER = _object(
+    tokenizer_class=STRING,
+    vocab_size=COUNT,
+    model_max_length=COUNT,
+    add_bos_token=BOOLEAN,
+    bos_token=_nullable(STRING),
+    bos_token_id=_nullable(COUNT),
+    eos_token=_nullable(STRING),
+    eos_token_ids=_array(COUNT),
+    special_tokens={"type": "object", "additionalProperties": COUNT},
+    chat_template=_nullable(STRING),
+)
+
+
+# One event of a stream: data is the JSON of a chunk or of an error, or the word [DONE].
+EVENT = {"type": "object", "required": ["data"], "properties": {"data": STRING}}
+
+
+def _operation(
+    summary: str, answer: Schema, *, errors: Sequence[int], more: Mapping[str, Schema] | None = None
+) -> dict[str, Json]:
+    """more: other content types that the answer may have."""
+    responses: dict[str, Json] = {"200": _response("Done", {"application/json": answer, **(more or {})})}
+    for status in errors:
+        responses[str(status)] = _response(ERRORS[status], {"application/json": ERROR})
+    return {"summary": summary, "responses": responses}
+
+
+def _response(description: str, content: Mapping[str, Schema]) -> dict[str, Json]:
+    return {"description": description, "content": {kind: {"schema": dict(schema)} for kind, schema in content.items()}}
+
+
+def _body(fields: Mapping[str, Field], required: Sequence[str]) -> dict[str, Json]:
+    return {"required": True, "content": {"application/json": {"schema": body_schema(fields, required)}}}
+
+
+def _post(fields: Mapping[str, Field], required: Sequence[str], summary: str, answer: Schema) -> dict[str, Json]:
+    return {"post": {"requestBody": _body(fields, required), **_operation(summary, answer, errors=TEXT_ERRORS)}}
+
+
+def _generate(kind: Kind, summary: str, answer: Schema) -> dict[str, Json]:
+    """With stream: true the answer is a text of server-sent events."""
+    operation = _operation(summary, answer, errors=tuple(ERRORS), more={"text/event-stream": EVENT})
+    return {"post": {"requestBody": _body(FIELDS[kind], (REQUIRED[kind],)), **operation}}
+
+
+def _state(summary: str) -> dict[str, Json]:
+    states = {"application/json": _object(status=STRING)}
+    return {"summary": summary, "responses": {"200": _response("Yes", states), "503": _response("No", states)}}
