@@ -39,9 +39,10 @@ class Proposed:
 class Draft(Protocol):
     """Where drafts come from.  Whatever it proposes, the text stays the target's."""
 
-    is_lookup: (
-        bool  # it costs next to nothing and may find nothing: how many are verified is chosen after it has looked
-    )
+    @property
+    def is_lookup(self) -> bool:
+        """It costs next to nothing and may find nothing: how many are verified is chosen after it has looked."""
+        ...
 
     def weights(self, params: Params) -> Params:
         """What `propose` is handed of the target's weights."""
