@@ -24,8 +24,10 @@ from checkpoints.hub import resolve
 from jaxserve.catalogue import Catalogue
 from jaxserve.chips import Topology, hlo
 from jaxserve.config import EngineConfig
+from jaxserve.device.draft_model import SecondModel
 from jaxserve.device.sharding import local_bytes, make_mesh
 from jaxserve.device.steps import Params
+from jaxserve.drafts import make_draft
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.tree import abstract_params, layout_for, make_model
 from jaxserve.start import catalogue_of, choose_attention
@@ -72,13 +74,22 @@ class Described:
     attention_reason: str
 
     def catalogue(self, config: EngineConfig, pages: int | None = None) -> Catalogue:
-        """As the engine would make it; pages: of the pool, None = the fewest that hold one sequence."""
-        return catalogue_of(config, model=self.model, mesh=self.mesh, backend=self.attention_backend, pages=pages)
+        """As the engine would make it; pages: of the pool, None = the fewest that hold one sequence.
+
+        Raises ValueError for a draft that is a model of its own: it is loaded, and nothing is loaded here."""
+        return catalogue_of(
+            config, model=self.model, draft=make_draft(config.draft, self.model, _refuse_to_load), mesh=self.mesh,
+            backend=self.attention_backend, pages=pages,
+        )  # fmt: skip
 
     @property
     def weight_bytes(self) -> int:
         """On each device."""
         return local_bytes(self.params)
+
+
+def _refuse_to_load(reference: str) -> SecondModel:
+    raise ValueError(f"draft='model:{reference}' is a model of its own; plan it as a model, and add what both need")
 
 
 def describe_devices(topology: Topology) -> Sequence[Device]:  # pyright: ignore[reportInvalidTypeForm]

@@ -20,6 +20,7 @@ from jaxserve.sched.plan import Call, Row, RowOutcome, SlotLoad
 INT32 = np.dtype(np.int32)
 # Plain ints: an enum's own operators cost a microsecond each, once a row and step.
 TAKES_TOKEN, LOGPROBS, MASK = int(RowFlag.TAKES_TOKEN), int(RowFlag.LOGPROBS), int(RowFlag.MASK)
+DRAFTED = int(RowFlag.DRAFTED)
 
 
 def sampler_flags(params: SamplingParams) -> int:
@@ -96,6 +97,8 @@ def _row_flags(row: Row, flags: int) -> int:
         flags |= LOGPROBS
     if row.masked:
         flags |= MASK
+    if row.is_drafted:
+        flags |= DRAFTED
     return flags
 
 

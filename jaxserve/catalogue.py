@@ -1,7 +1,7 @@
 """The list of programs an engine needs, with the shapes of everything they take.  Compiles and holds nothing itself.
 
 Names: "load", "decode R", "prefill RxQ", "sample R", "score T" (prompt logprobs, T = R x Q of the prefill call); with a
-draft "propose R", "verify RxQ" and "accept RxQ" (Q = K + 1)."""
+draft "propose R", "verify RxQ" and "accept RxQ" (Q = K + 1), and "draft prefill RxQ" when it has a pool of its own."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as Spec
 from jaxserve.config import EngineConfig, SchedulerConfig
 from jaxserve.device import speculate, steps
 from jaxserve.device.attention import pool_head_dim, pool_sharding
+from jaxserve.device.draft_model import SecondModel
 from jaxserve.device.sharding import abstract
 from jaxserve.device.slots import load_slot, load_width
 from jaxserve.device.speculate import Draft, Proposed
@@ -78,14 +79,27 @@ class Catalogue:
         return -(-self.model.shape.vocab // 32)
 
     @property
+    def second(self) -> SecondModel | None:
+        """The draft, when it is one with a pool of its own."""
+        return self.draft if isinstance(self.draft, SecondModel) else None
+
+    @property
     def pool_head_dim(self) -> int:
-        """H' of the pool."""
+        """H' of the target's pool."""
         return pool_head_dim(self.model.shape.head_dim, self.mesh)
 
     @property
     def page_bytes(self) -> int:
         """What one page takes on each device, over all layers, scales included."""
-        leaves = jax.tree.leaves(self.abstract_pool)
+        return self._page_bytes(self.model)
+
+    @property
+    def draft_page_bytes(self) -> int:
+        """What a page takes of the draft's own pool, beside that."""
+        return self._page_bytes(self.second.model) if self.second else 0
+
+    def _page_bytes(self, model: Model) -> int:
+        leaves = jax.tree.leaves(self._abstract_pool(model))
         return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves) // self.scheduler.num_pages // self.mesh.size
 
     @property
@@ -99,24 +113,30 @@ class Catalogue:
         return self.draft.own_bytes(params) if self.draft else 0
 
     def new_pool(self) -> KVPool:
-        return self._make_pool()()
+        return self._make_pool(self.model)()
+
+    def new_draft_pool(self) -> KVPool | None:
+        return self._make_pool(self.second.model)() if self.second else None
 
     def new_slots(self) -> SlotState:
         return self._make_slots()()
 
     @property
     def abstract_pool(self) -> KVPool:
-        """Shapes and shardings of the pool's arrays."""
-        pool = self._make_pool().eval_shape()
+        """Shapes and shardings of the target's pool."""
+        return self._abstract_pool(self.model)
+
+    def _abstract_pool(self, model: Model) -> KVPool:
+        pool = self._make_pool(model).eval_shape()
         return jax.tree.map(
             lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
             pool, pool_sharding(pool, self.mesh),
         )  # fmt: skip
 
-    def _make_pool(self):
+    def _make_pool(self, model: Model):
         make = partial(
-            KVPool.zeros, self.model.shape, pages=self.scheduler.num_pages, page_size=self.scheduler.page_size,
-            head_dim=self.pool_head_dim, dtype=jnp.dtype(self.kv_dtype),
+            KVPool.zeros, model.shape, pages=self.scheduler.num_pages, page_size=self.scheduler.page_size,
+            head_dim=pool_head_dim(model.shape.head_dim, self.mesh), dtype=jnp.dtype(self.kv_dtype),
         )  # fmt: skip
         return jax.jit(make, out_shardings=pool_sharding(jax.eval_shape(make), self.mesh))
 
@@ -129,6 +149,8 @@ class Catalogue:
         weights = jax.tree.map(abstract, params)
         pool = self.abstract_pool
         pool_out = pool_sharding(pool, self.mesh)
+        draft_pool = self._abstract_pool(self.second.model) if self.second else pool
+        draft_pool_out = pool_sharding(draft_pool, self.mesh)
         slots = _placed(self._make_slots().eval_shape(), replicated)
         draft_weights = self.draft.describe(params) if self.draft else {}
         common = {"backend": self.backend, "mesh": self.mesh}
@@ -143,13 +165,13 @@ class Catalogue:
             step = jit(partial(steps.decode, self.model, **common), donate_argnums=1, out_shardings=forward_out)
             wanted[f"decode {rows}"] = (step, (weights, pool, slots, packed))
         for rows, drafts in self.scheduler.verify_calls:
-            assert self.draft is not None
+            assert self.draft is not None, "verify calls without a draft"
             packed, most = array(rows, self.packed_columns), self.scheduler.num_drafts
             proposed = _placed(jax.eval_shape(partial(Proposed.empty, rows, most)), replicated)
             if f"propose {rows}" not in wanted:
                 step = partial(self.draft.propose, drafts=most, **common)
-                step = jit(step, donate_argnums=1, out_shardings=forward_out)
-                wanted[f"propose {rows}"] = (step, (draft_weights, pool, slots, packed))
+                step = jit(step, donate_argnums=1, out_shardings=(replicated, draft_pool_out))
+                wanted[f"propose {rows}"] = (step, (draft_weights, draft_pool, slots, packed))
             step = partial(speculate.verify, self.model, drafts=drafts, **common)
             step = jit(step, donate_argnums=1, out_shardings=forward_out)
             wanted[f"verify {rows}x{1 + drafts}"] = (step, (weights, pool, slots, packed, proposed))
@@ -162,6 +184,10 @@ class Catalogue:
             step = partial(steps.prefill, self.model, queries=chunk, **common)
             step = jit(step, donate_argnums=1, out_shardings=forward_out)
             wanted[f"prefill {rows}x{chunk}"] = (step, (weights, pool, slots, packed))
+            if self.second:
+                step = partial(self.second.prefill, queries=chunk, **common)
+                step = jit(step, donate_argnums=1, out_shardings=draft_pool_out)
+                wanted[f"draft prefill {rows}x{chunk}"] = (step, (draft_weights, draft_pool, slots, packed))
             score = jit(partial(steps.prompt_logprobs, self.model), out_shardings=replicated)
             hidden = array(rows * chunk, shape.width, dtype=self.model.dtype)
             wanted[f"score {rows * chunk}"] = (score, (weights, hidden, slots, array(3)))
@@ -187,6 +213,8 @@ class Catalogue:
             several, drafts = max(self.scheduler.verify_calls, key=lambda shape: shape[0] * (1 + shape[1]))
             shape = f"{several}x{1 + drafts}"
             names += [f"propose {self.scheduler.verify_calls[-1][0]}", f"verify {shape}", f"accept {shape}"]
+        if self.second:
+            names.append(f"draft prefill {rows}x{chunk}")
         return tuple(names)
 
     def _mask(self, *rows: int) -> jax.ShapeDtypeStruct:

@@ -55,7 +55,9 @@ class EngineConfig:
     )
 
     draft: str = option(
-        "none", "what proposes tokens ahead: none, ngram, self:int8, self:int4 or self:layers=N", "speculation"
+        "none",
+        "what proposes tokens ahead: none, ngram, self:int8, self:int4, self:layers=N or model:REF",
+        "speculation",
     )
     speculate_tokens: int | str = option(
         "auto", "draft tokens that a step verifies, with --draft; auto = as many as gain at the time, 0 = none",
@@ -156,6 +158,7 @@ class SchedulerConfig:
     prefill_seconds: tuple[float, ...] = ()  # measured time of each prefill bucket; empty = not known, no bound
     num_drafts: int = 0  # the largest K of the verify programs; 0 = no speculation
     verify_shapes: tuple[tuple[int, int], ...] = ()  # (rows, K) of them; empty = every decode bucket with num_drafts
+    has_draft_pool: bool = False  # the draft keeps K/V of its own, in pages of the same ids
     is_adaptive: bool = False  # K follows what drafts gain; else every call that has drafts verifies num_drafts
     is_lookup: bool = False  # the draft may find nothing: which program verifies is chosen when it has looked
     step_times: tuple[StepTime, ...] = ()  # of every decode and verify program, when adaptive

@@ -1,36 +1,39 @@
-"""Where drafts come from, by the names of `--draft`: "none", "ngram", "self:int8", "self:int4", "self:layers=N"."""
+"""Where drafts come from, by the names of `--draft`: "none", "ngram", "self:int8", "self:int4", "self:layers=N",
+"model:REF"."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+from jaxserve.device.draft_model import SecondModel
 from jaxserve.device.selfdraft import QuantisedSelf
 from jaxserve.device.speculate import Draft, FirstLayers, NGram
 from jaxserve.models.decoder import Decoder
 
-NAMES = "none, ngram, self:int8, self:int4, self:layers=N"
+NAMES = "none, ngram, self:int8, self:int4, self:layers=N, model:REF"
+Load = Callable[[str], SecondModel]  # of a model's reference
 
 
-def make_draft(name: str, model: Decoder) -> Draft | None:
+def make_draft(name: str, model: Decoder, load: Load) -> Draft | None:
     """None for "none".  Raises ValueError naming the known drafts, or the numbers that do not fit the model."""
     kind, _, detail = name.partition(":")
     if kind not in DRAFTS:
         raise ValueError(f"draft={name!r} must be one of {NAMES}")
-    return DRAFTS[kind](detail, model)
+    return DRAFTS[kind](detail, model, load)
 
 
-def _none(detail: str, model: Decoder) -> None:
+def _none(detail: str, model: Decoder, load: Load) -> None:
     if detail:
         raise ValueError(f"draft='none:{detail}' must be none: it takes no detail")
 
 
-def _ngram(detail: str, model: Decoder) -> Draft:
+def _ngram(detail: str, model: Decoder, load: Load) -> Draft:
     if detail:
         raise ValueError(f"draft='ngram:{detail}' must be ngram: it takes no detail")
     return NGram()
 
 
-def _self(detail: str, model: Decoder) -> Draft:
+def _self(detail: str, model: Decoder, load: Load) -> Draft:
     if detail in ("int8", "int4"):
         return QuantisedSelf(model, int(detail[3:]), _matrices(model))
     what, _, number = detail.partition("=")
@@ -57,4 +60,12 @@ def _matrices(model: Decoder) -> tuple[tuple[str, int], ...]:
     return tuple(found)
 
 
-DRAFTS: dict[str, Callable[[str, Decoder], Draft | None]] = {"none": _none, "ngram": _ngram, "self": _self}
+def _model(detail: str, model: Decoder, load: Load) -> Draft:
+    if not detail:
+        raise ValueError("draft='model:' must be model:REF, a reference as --model takes it")
+    return load(detail)
+
+
+DRAFTS: dict[str, Callable[[str, Decoder, Load], Draft | None]] = {
+    "none": _none, "ngram": _ngram, "self": _self, "model": _model,
+}  # fmt: skip

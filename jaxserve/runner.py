@@ -1,6 +1,7 @@
-"""The device state and everything that changes it: params, KV pool, slots, compiled programs.
+"""The device state and everything that changes it: params, KV pool, slots, compiled programs; the pool of a draft that
+has its own.
 
-`dispatch(plan)` returns at once; `Pending.result()` waits.  Nothing else touches the pool or the slots, so their order
+`dispatch(plan)` returns at once; `Pending.result()` waits.  Nothing else touches the pools or the slots, so their order
 on the device is the order of dispatch.  No threads, no clock besides warm-up's."""
 
 from __future__ import annotations
@@ -75,6 +76,7 @@ class Runner:
         self.programs = Programs()
         self.pool: KVPool = catalogue.new_pool()
         self.slots: SlotState = catalogue.new_slots()
+        self.draft_pool: KVPool | None = catalogue.new_draft_pool()
         self._draft_params = catalogue.draft.weights(params) if catalogue.draft else {}
         self._no_mask: dict[tuple[int, int], Array] = {}  # (rows, positions) -> every id allowed
         self._flags: dict[int, int] = {}  # slot -> sampler flags of its owner
@@ -107,7 +109,9 @@ class Runner:
         began = time.perf_counter()
         pending = self._forward(call, packed, is_decode=is_decode)
         self._sample(pending, {})
-        jax.block_until_ready(pending.drawn)
+        if not is_decode:
+            self._prefill_draft(call, packed)
+        jax.block_until_ready((pending.drawn, self.draft_pool))
         return time.perf_counter() - began
 
     def run_decode(self, call: Call, packed: np.ndarray, proposed: Proposed | None = None) -> None:
@@ -132,6 +136,8 @@ class Runner:
         for call in reversed(pending.calls):
             if not call.is_masked:
                 self._sample(call, {})
+        if plan.draft_prefill:  # last: no token waits for it
+            self._prefill_draft(plan.draft_prefill, self._pack(plan.draft_prefill))
         return pending
 
     def drafts(self, pending: Pending) -> dict[int, list[int]]:
@@ -185,13 +191,22 @@ class Runner:
         return _PendingCall(call, packed, forwarded, {}, True, proposed)
 
     def propose(self, rows: int, packed: np.ndarray) -> Proposed:
-        proposed, self.pool = self.programs[f"propose {rows}"](self._draft_params, self.pool, self.slots, packed)
+        program = self.programs[f"propose {rows}"]
+        if self.draft_pool is None:
+            proposed, self.pool = program(self._draft_params, self.pool, self.slots, packed)
+        else:
+            proposed, self.draft_pool = program(self._draft_params, self.draft_pool, self.slots, packed)
         return proposed
 
     def _run_verify(self, call: Call, packed: np.ndarray, proposed: Proposed) -> Forwarded:
         program = self.programs[f"verify {call.rows_bucket}x{call.queries}"]
         forwarded, self.pool = program(self.params, self.pool, self.slots, packed, proposed)
         return forwarded
+
+    def _prefill_draft(self, call: Call, packed: np.ndarray) -> None:
+        if self.draft_pool is not None:
+            program = self.programs[f"draft prefill {call.rows_bucket}x{call.queries}"]
+            self.draft_pool = program(self._draft_params, self.draft_pool, self.slots, packed)
 
     def _score(self, hidden: Array, call: Call, index: int) -> list[tuple[int, Array]]:
         """Prompt logprobs of one row, block by block.  -> (entries to skip, [block, SCORED_WIDTH])."""

@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -25,8 +26,11 @@ from jaxserve.buckets import decode_buckets, prefill_buckets, verify_shapes
 from jaxserve.catalogue import Catalogue
 from jaxserve.config import KV_8_BITS, EngineConfig, SchedulerConfig
 from jaxserve.device.attention import TPU_LANES, why_not
+from jaxserve.device.draft_model import SecondModel
 from jaxserve.device.sharding import make_mesh
+from jaxserve.device.speculate import Draft
 from jaxserve.device.steps import Params
+from jaxserve.draft_model import load_draft_model
 from jaxserve.drafts import make_draft
 from jaxserve.engine import Engine, ModelInfo
 from jaxserve.models.decoder import Decoder
@@ -56,8 +60,13 @@ def load_engine(config: EngineConfig, *, console: Console | None = None) -> Engi
     backend, reason = choose_attention(config, model=described, mesh=mesh)
     tokenizer = load_tokenizer(files)
     model, params = load_params(files, dtype=dtype, mesh=mesh)
+    load_second = partial(
+        load_draft_model, config=config, target=model, tokenizer=tokenizer, max_len=max_len_of(config, model), mesh=mesh,
+        backend=backend,
+    )  # fmt: skip
+    draft = make_draft(config.draft, model, load_second)
     loaded = time.perf_counter()
-    catalogue = plan_memory(config, model=model, params=params, mesh=mesh, backend=backend)
+    catalogue = plan_memory(config, model=model, params=params, draft=draft, mesh=mesh, backend=backend)
     runner = Runner(params, catalogue)
     misses = compile_counter().cache_misses
     seconds = runner.warm_up()
@@ -144,28 +153,35 @@ def use_compile_cache(folder: str) -> None:
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
-def plan_memory(config: EngineConfig, *, model: Decoder, params: Params, mesh: Mesh, backend: str) -> Catalogue:
-    """max_len, pages, buckets: what is fixed before the first program is compiled."""
+def plan_memory(
+    config: EngineConfig, *, model: Decoder, params: Params, draft: Draft | None, mesh: Mesh, backend: str
+) -> Catalogue:
+    """Pages and buckets: what is fixed before the first program is compiled."""
+    catalogue_for = partial(catalogue_of, config, model=model, draft=draft, mesh=mesh, backend=backend)
     if config.pool != "auto":
-        pages = -(-int(config.pool) // config.page_size)
-        return catalogue_of(config, model=model, mesh=mesh, backend=backend, pages=pages)
-    smallest = catalogue_of(config, model=model, mesh=mesh, backend=backend)
+        return catalogue_for(pages=-(-int(config.pool) // config.page_size))
+    smallest = catalogue_for()
     own = smallest.draft_bytes(params)  # of weights that are made when the runner is
     budget = pool_bytes(config, mesh, lambda: smallest.largest_temporaries(params), reserved=own)
     # More than every slot at max_len would help nobody but the prefix table.
-    pages = min(config.slots * smallest.scheduler.pages_per_row, budget // smallest.page_bytes)
-    return catalogue_of(config, model=model, mesh=mesh, backend=backend, pages=pages)
+    most = config.slots * smallest.scheduler.pages_per_row
+    return catalogue_for(pages=min(most, budget // (smallest.page_bytes + smallest.draft_page_bytes)))
 
 
-def catalogue_of(
-    config: EngineConfig, *, model: Decoder, mesh: Mesh, backend: str, pages: int | None = None
-) -> Catalogue:
-    """The programs for a pool of this many pages; None = the fewest that hold one sequence of max_len."""
+def max_len_of(config: EngineConfig, model: Decoder) -> int:
+    """Raises ValueError when the model's context is shorter than what is asked for."""
     context = model.shape.max_position
     if config.max_len > context:
         raise ValueError(f"max_len={config.max_len} is above the model's context of {context}")
-    max_len = config.max_len or min(context, DEFAULT_MAX_LEN)
-    draft, shapes = make_draft(config.draft, model), verify_shapes(config)
+    return config.max_len or min(context, DEFAULT_MAX_LEN)
+
+
+def catalogue_of(
+    config: EngineConfig, *, model: Decoder, draft: Draft | None, mesh: Mesh, backend: str, pages: int | None = None
+) -> Catalogue:
+    """The programs for a pool of this many pages; None = the fewest that hold one sequence of max_len."""
+    max_len, shapes = max_len_of(config, model), verify_shapes(config)
+    draft = draft if shapes else None
     scheduler = SchedulerConfig(
         slots=config.slots,
         page_size=config.page_size,
@@ -178,11 +194,12 @@ def catalogue_of(
         prefill_buckets=prefill_buckets(config, max_len),
         num_drafts=max([drafts for _, drafts in shapes], default=0),
         verify_shapes=shapes,
+        has_draft_pool=isinstance(draft, SecondModel),
         is_adaptive=config.fixed_drafts is None,
         is_lookup=draft is not None and draft.is_lookup,
         batch_invariant=config.batch_invariant,
     )
-    return Catalogue.of(model, scheduler, config, mesh=mesh, backend=backend, draft=draft if shapes else None)
+    return Catalogue.of(model, scheduler, config, mesh=mesh, backend=backend, draft=draft)
 
 
 def pool_bytes(config: EngineConfig, mesh: Mesh, temporaries: Callable[[], int], *, reserved: int = 0) -> int:
@@ -221,5 +238,17 @@ def _tell(console: Console, runner: Runner, info: ModelInfo, scheduler: Schedule
         f"pool: {scheduler.num_pages - 1} pages of {scheduler.page_size} = {scheduler.pool_tokens} tokens in"
         f" {runner.catalogue.kv_dtype},"
         f" {fit} sequences of {scheduler.max_len} fit at once; {scheduler.slots} slots\n"
+        f"{_pool_sizes(runner.catalogue)}"
         f"weights {loading:.1f} s{draft}, programs {warming:.1f} s ({misses} compiled, the rest from the cache)"
+    )
+
+
+def _pool_sizes(catalogue: Catalogue) -> str:
+    """Of both pools, when the draft has its own."""
+    if not catalogue.second:
+        return ""
+    mib = catalogue.scheduler.num_pages / 2**20
+    return (
+        f"on each device the pool takes {catalogue.page_bytes * mib:.0f} MiB and the draft's, in pages of the same ids,"
+        f" {catalogue.draft_page_bytes * mib:.0f} MiB\n"
     )

@@ -71,7 +71,7 @@ def _packed(runner: Runner, rows: int, drafts: int) -> np.ndarray:
     """Greedy rows, each in its own slot and, as far as the pool goes, on its own pages."""
     catalogue = runner.catalogue
     packed = np.zeros((rows, catalogue.packed_columns), np.int32)
-    packed[:, 0], packed[:, 1], packed[:, 3] = range(rows), 1 + drafts, int(RowFlag.TAKES_TOKEN)
+    packed[:, 0], packed[:, 1], packed[:, 3] = range(rows), 1 + drafts, int(RowFlag.TAKES_TOKEN | RowFlag.DRAFTED)
     table = packed[:, HEAD:]
     table[:] = 1 + np.arange(table.size).reshape(table.shape) % (catalogue.scheduler.num_pages - 1)
     return packed

@@ -2,7 +2,10 @@
 early, a page read before it is written or a wrong position gives a wrong token, never only a wrong count.
 
 The "model": the cell at position p is a hash of the token, p and all cells before it; the token drawn for position
-p + 1 is a hash of the seed, p + 1 and the cells up to p.  Fresh pages hold NaN, which spreads to whatever reads it."""
+p + 1 is a hash of the seed, p + 1 and the cells up to p.  Fresh pages hold NaN, which spreads to whatever reads it.
+
+With `config.has_draft_pool` a draft keeps cells of its own in a second pool, and whoever reads one there that is not
+what the row's tokens make it is told so by an AssertionError: the text would hide it."""
 
 from __future__ import annotations
 
@@ -17,6 +20,7 @@ from jaxserve.sched.plan import Call, Outcome, Plan, Row, RowOutcome, SlotLoad
 from jaxserve.sched.speculation import choose
 
 NAN = None
+DRAFT = -1  # what tells a draft's cells from the target's
 Cell = int | None  # None is NaN
 
 
@@ -46,6 +50,7 @@ class Slot:
     tokens: list[int]
     length: int
     kv_len: int = 0
+    is_nan: bool = False
 
 
 @dataclass
@@ -65,20 +70,26 @@ class Pending:
 @dataclass
 class FakeDevice:
     """`accept` is the chance that a draft is right.  `clamps=False` breaks the device's half of the protocol: rows run
-    past their limit.  `poison[sequence]` is a position whose K/V becomes NaN."""
+    past their limit; `writes_last=False` the draft's: it does not feed itself the last of its tokens.
+    `poison[sequence]` is a position whose K/V becomes NaN."""
 
     config: SchedulerConfig
     vocab: int
     seed: int = 0
     accept: float = 0.6
     clamps: bool = True
+    writes_last: bool = True
     poison: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self):
         self.random = random.Random(self.seed)
-        self.pages: list[list[Cell]] = [[NAN] * self.config.page_size for _ in range(self.config.num_pages)]
+        self.pages = self._fresh_pages()
+        self.draft_pages = self._fresh_pages()
         self.slots: list[Slot | None] = [None] * self.config.slots
         self.queue: deque[Pending] = deque()
+
+    def _fresh_pages(self) -> list[list[Cell]]:
+        return [[NAN] * self.config.page_size for _ in range(self.config.num_pages)]
 
     def dispatch(self, plan: Plan) -> Pending:
         self.check(plan)
@@ -87,7 +98,7 @@ class FakeDevice:
         return pending
 
     def run_one(self) -> None:
-        """The oldest step: loads, then prefill, then decode, as the chain of programs would."""
+        """The oldest step: loads, then prefill, then decode, then the draft's, as the chain of programs would."""
         pending = self.queue.popleft()
         for load in pending.plan.loads:
             tokens = [*load.tokens, *[-1] * (self.config.max_len - len(load.tokens))]
@@ -95,10 +106,12 @@ class FakeDevice:
         call = pending.plan.decode
         prefill = [self._prefill(row) for row in _rows(pending.plan.prefill)]
         if call is None:
-            pending.outcome = Outcome(rows=tuple(prefill))
-            return
-        found, shape = self._look_up(call)
-        decode = [self._decode(row, drafts) for row, drafts in zip(call.rows, found, strict=True)]
+            found, shape = [], None
+        else:
+            found, shape = self._look_up(call)
+        decode = [self._decode(row, drafts) for row, drafts in zip(_rows(call), found, strict=True)]
+        for row in _rows(pending.plan.draft_prefill):
+            self._draft_prefill(row)
         pending.outcome = Outcome(rows=(*prefill, *decode), decode_shape=shape)
 
     def _look_up(self, call: Call) -> tuple[list[int], tuple[int, int]]:
@@ -112,7 +125,7 @@ class FakeDevice:
     def check(self, plan: Plan) -> None:
         """What the host half owes the device: JAX would clip a wrong page id in silence."""
         assert plan.rows, "a plan without rows"
-        for call in (plan.prefill, plan.decode):
+        for call in (plan.prefill, plan.decode, plan.draft_prefill):
             rows = _rows(call)
             assert len({row.slot for row in rows}) == len(rows), "two rows of a call in one slot"
             for row in rows:
@@ -120,10 +133,12 @@ class FakeDevice:
                 assert all(0 < page < self.config.num_pages for page in row.pages), f"page ids {row.pages}"
                 assert len(set(row.pages)) == len(row.pages) <= self.config.pages_per_row
                 assert 1 <= row.q_len <= call.queries
+                assert not row.is_drafted or call.queries > 1, "a plain call runs no draft"
             if call is not None:
                 assert len(rows) <= call.rows_bucket
-        if plan.prefill:
-            assert (plan.prefill.rows_bucket, plan.prefill.queries) in self.config.prefill_buckets
+        for call in (plan.prefill, plan.draft_prefill):
+            assert call is None or (call.rows_bucket, call.queries) in self.config.prefill_buckets
+        assert self.config.has_draft_pool or plan.draft_prefill is None
         if plan.decode:
             rows, drafts = plan.decode.rows_bucket, plan.decode.queries - 1
             assert (rows, drafts) in self.config.verify_calls or (drafts == 0 and rows in self.config.decode_buckets)
@@ -131,11 +146,10 @@ class FakeDevice:
         sequences = [row.sequence for row in plan.rows]
         assert len(set(sequences)) == len(sequences), "a sequence has two rows in one step"
 
-    def _place(self, row: Row, position: int) -> tuple[list[Cell], int]:
-        """Where a position is kept.  Columns behind the row's pages are scrap; JAX clips the column."""
+    def _place(self, row: Row, position: int) -> tuple[int, int]:
+        """Page and offset of a position.  Columns behind the row's pages are scrap; JAX clips the column."""
         column = min(position // self.config.page_size, self.config.pages_per_row - 1)
-        page = row.pages[column] if column < len(row.pages) else 0
-        return self.pages[page], position % self.config.page_size
+        return row.pages[column] if column < len(row.pages) else 0, position % self.config.page_size
 
     def _read(self, row: Row, length: int) -> list[Cell]:
         size = self.config.page_size
@@ -144,7 +158,7 @@ class FakeDevice:
 
     def _cell(self, row: Row, position: int) -> Cell:
         page, offset = self._place(row, position)
-        return page[offset]
+        return self.pages[page][offset]
 
     def _write(self, row: Row, start: int, tokens: Sequence[int]) -> list[Cell]:
         """Writes K/V of `tokens`, all of them, and only then reads: returns the cells up to the last one."""
@@ -154,8 +168,25 @@ class FakeDevice:
             cells.append(NAN if poisoned else cell_of(token, position, cells))
         for position in range(start, start + len(tokens)):
             page, offset = self._place(row, position)
-            page[offset] = cells[position]
+            self.pages[page][offset] = cells[position]
         return self._read(row, start + len(tokens))
+
+    def _draft_prefill(self, row: Row) -> None:
+        slot, end = self.slots[row.slot], row.start + row.q_len
+        if slot.is_nan:  # its last token was not drawn, and the host has not read yet that it ended
+            end = min(end, slot.length)
+        assert end <= slot.length, "the draft is to compute a token that nobody has drawn"
+        self._draft_write(row, slot, row.start, slot.tokens[row.start : end])
+
+    def _draft_write(self, row: Row, slot: Slot, start: int, tokens: Sequence[int]) -> None:
+        """The draft's K/V of `tokens`, behind what it finds in its own pages."""
+        cells: list[Cell] = []
+        for position, token in enumerate([*slot.tokens[:start], *tokens]):
+            cells.append(cell_of(token, position, [*cells, DRAFT]))
+            page, offset = self._place(row, position)
+            if position >= start:
+                self.draft_pages[page][offset] = cells[-1]
+            assert self.draft_pages[page][offset] == cells[-1], f"no K/V of the draft at position {position} of {start}"
 
     def _draw(self, slot: Slot, position: int, cells: Sequence[Cell]) -> int:
         masked = slot.load.stop_ids if position < slot.load.min_len else ()
@@ -173,6 +204,7 @@ class FakeDevice:
         if not row.takes_token:
             return RowOutcome(prompt_logprobs=scored)
         if NAN in cells:
+            slot.is_nan = True
             return RowOutcome(is_nan=True)
         token = self._draw(slot, end, cells)
         self._append(slot, end, [token])
@@ -186,9 +218,13 @@ class FakeDevice:
             return RowOutcome()
         last = slot.tokens[min(start, self.config.max_len - 1)]
         drafts = self._propose(slot, self._read(row, start), last, start, q_len - 1)
+        if row.is_drafted:
+            self._draft_write(row, slot, start, [last, *drafts][: None if self.writes_last else -1])
+        assert row.is_drafted or not drafts or not self.config.has_draft_pool
         cells = self._write(row, start, [last, *drafts])
         seen = [cells[: start + i + 1] for i in range(q_len)]
         if NAN in cells:
+            slot.is_nan = True
             return RowOutcome(is_nan=True)
         drawn = [self._draw(slot, start + i + 1, seen[i]) for i in range(q_len)]
         count = 1

@@ -31,6 +31,7 @@ FLOORS = {
     "jaxserve.runner": 5,
     "jaxserve.catalogue": 5,
     "jaxserve.drafts": 4,
+    "jaxserve.draft_model": 4,
     "jaxserve.programs": 5,
     "jaxserve.batch": 4,
     "jaxserve.metrics": 4,

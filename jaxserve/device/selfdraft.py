@@ -9,7 +9,7 @@ from jax import Array
 from jax.sharding import Mesh
 
 from jaxserve.device.sharding import abstract, local_bytes
-from jaxserve.device.speculate import Proposed, propose_with
+from jaxserve.device.speculate import Proposed, roll_out
 from jaxserve.device.state import KVPool, SlotState
 from jaxserve.device.steps import Model, Params
 from jaxserve.quant.qtensor import QTensor, quantise
@@ -46,7 +46,8 @@ class QuantisedSelf:
     def propose(
         self, params: Params, pool: KVPool, slots: SlotState, packed: Array, *, drafts: int, backend: str, mesh: Mesh
     ) -> tuple[Proposed, KVPool]:
-        return propose_with(self.model, params, pool, slots, packed, drafts=drafts, backend=backend, mesh=mesh)
+        proposed, _, pool = roll_out(self.model, params, pool, slots, packed, drafts=drafts, backend=backend, mesh=mesh)
+        return proposed, pool
 
     def _put(self, node: Params, keys: list[str], axis: int) -> Params:
         """The same tree with one leaf quantised; what is not on the way to it is shared."""

@@ -61,7 +61,8 @@ class Draft(Protocol):
     def propose(
         self, params: Params, pool: KVPool, slots: SlotState, packed: Array, *, drafts: int, backend: str, mesh: Mesh
     ) -> tuple[Proposed, KVPool]:
-        """packed [R, HEAD + P].  May write K/V only at the positions that the verify call will write."""
+        """packed [R, HEAD + P]; pool: its own, else the target's.  May write K/V only at the positions that the verify
+        call will write."""
         ...
 
 
@@ -90,7 +91,7 @@ class NGram:
     ) -> tuple[Proposed, KVPool]:
         slot, start = packed[:, 0], slots.kv_len[packed[:, 0]]
         tokens, count = jax.vmap(self._look_up, (0, 0, None))(slots.tokens[slot], start + 1, drafts)
-        return Proposed(tokens=tokens, count=jnp.where(_queries(slots, packed) > 1, count, 0)), pool
+        return Proposed(tokens=tokens, count=jnp.where(queries_of(slots, packed) > 1, count, 0)), pool
 
     def _look_up(self, tokens: Array, length: Array, drafts: int) -> tuple[Array, Array]:
         """tokens [max_len], length of them known -> drafts [K], count."""
@@ -134,29 +135,25 @@ class FirstLayers:
     def propose(
         self, params: Params, pool: KVPool, slots: SlotState, packed: Array, *, drafts: int, backend: str, mesh: Mesh
     ) -> tuple[Proposed, KVPool]:
-        return propose_with(self.model, params, pool, slots, packed, drafts=drafts, backend=backend, mesh=mesh)
+        proposed, _, pool = roll_out(self.model, params, pool, slots, packed, drafts=drafts, backend=backend, mesh=mesh)
+        return proposed, pool
 
 
-def propose_with(
-    model: Model,
-    params: Params,
-    pool: KVPool,
-    slots: SlotState,
-    packed: Array,
-    *,
-    drafts: int,
-    backend: str,
+def roll_out(
+    model: Model, params: Params, pool: KVPool, slots: SlotState, packed: Array, *, drafts: int, backend: str,
     mesh: Mesh,
-) -> tuple[Proposed, KVPool]:
-    """Draw up to `drafts` tokens a row from a model that keeps its K/V in the target's pool."""
-    slot, queries = packed[:, 0], _queries(slots, packed)
+) -> tuple[Proposed, Array, KVPool]:  # fmt: skip
+    """Let a model draw tokens behind each row's newest, as the row's own sampling would.
+
+    -> drafts, of the rows with the most of them the last one [R] (no step was fed it), pool."""
+    slot, queries = packed[:, 0], queries_of(slots, packed)
     start = slots.kv_len[slot]
     flags = packed[:, 3] & ~(RowFlag.LOGPROBS | RowFlag.MASK)
     no_mask = jnp.zeros((slot.shape[0], -(-model.shape.vocab // 32)), jnp.uint32)
 
     def step(i, carry):
         token, rows, pool, tokens = carry
-        takes = i < queries - 1
+        takes = i < queries
         inputs = place(packed, start + i, takes.astype(jnp.int32), 1)
         attend = make_attend(inputs, backend=backend, mesh=mesh)
         hidden, pool = model.forward(params, token[:, None], inputs.positions, pool, attend)
@@ -168,8 +165,8 @@ def propose_with(
     tokens = Proposed.empty(slot.shape[0], drafts).tokens
     carry = (slots.tokens[slot, start], sampling.rows_of(slots, slot), pool, tokens)
     # As many steps as the row with the most drafts wants, so one program serves every K.
-    _, _, pool, tokens = lax.fori_loop(0, jnp.max(count), step, carry)
-    return Proposed(tokens=tokens, count=count), pool
+    newest, _, pool, tokens = lax.fori_loop(0, jnp.max(count), step, carry)
+    return Proposed(tokens=tokens, count=count), newest, pool
 
 
 def verify(
@@ -179,7 +176,7 @@ def verify(
     """The last token of each row and the first `drafts` (K) of its drafts -> logits [R, K+1, V] of all of them."""
     slot = packed[:, 0]
     start = slots.kv_len[slot]
-    q_len = jnp.minimum(_queries(slots, packed), 1 + jnp.minimum(proposed.count, drafts))
+    q_len = jnp.minimum(queries_of(slots, packed), 1 + jnp.minimum(proposed.count, drafts))
     inputs = place(packed, start, q_len, 1 + drafts)
     tokens = jnp.concatenate([slots.tokens[slot, start][:, None], proposed.tokens[:, :drafts]], axis=1)
     attend = make_attend(inputs, backend=backend, mesh=mesh)
@@ -231,7 +228,7 @@ def accept(
     return jnp.concatenate([jnp.maximum(q_len - 1, 0)[:, None], drawn], axis=1), slots
 
 
-def _queries(slots: SlotState, packed: Array) -> Array:
+def queries_of(slots: SlotState, packed: Array) -> Array:
     """[R]: a row's last token and as many drafts as its plan and its limit allow; 0 = inert."""
     slot = packed[:, 0]
     return jnp.clip(packed[:, 1], 0, jnp.maximum(slots.limit[slot] - slots.length[slot], 0))

@@ -113,6 +113,7 @@ class RowFlag(enum.IntFlag):
     SAMPLED = 64  # temperature > 0
     TRUNCATED = 128  # top-k, top-p or min-p
     LOGPROBS = 256
+    DRAFTED = 512  # verify: a draft with K/V of its own holds all of the row's past
 
 
 @struct.dataclass

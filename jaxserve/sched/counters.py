@@ -22,6 +22,7 @@ class Counters:
     recomputed_tokens: int = 0  # positions computed again after a preemption
     prefill_tokens: int = 0  # positions that prefill calls computed
     prefill_padding: int = 0  # positions of prefill calls that were padding
+    draft_prefill_tokens: int = 0  # positions that prefill calls of a draft with K/V of its own computed
     decode_rows: int = 0
     decode_padding: int = 0  # padding rows of decode calls
     decode_calls: int = 0

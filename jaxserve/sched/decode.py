@@ -22,8 +22,9 @@ class DecodePlanner:
 
     def plan(self, now: float) -> Call | None:
         candidates = self._candidates()
-        wish = self.speculation.wish(candidates)
-        ready = _with_queries(candidates, wish)
+        is_level = any(drafts > 0 and self._is_level(sequence) for sequence, drafts in candidates)
+        wish = self.speculation.wish(candidates, is_level=is_level)
+        ready = self._with_queries(candidates, wish)
         if self._shortage(ready) > self.roster.pool.available:
             ready = self._make_room(now, wish)
         if not ready:
@@ -47,14 +48,26 @@ class DecodePlanner:
                 )
         return found
 
+    def _with_queries(self, candidates: Candidates, wish: Wish) -> Ready:
+        """Rows whose draft is not level go without, whatever the wish."""
+        return [
+            (sequence, 1 + (min(drafts, wish.drafts) if self._is_level(sequence) else 0))
+            for sequence, drafts in candidates
+        ]
+
     def _call(self, ready: Ready, wish: Wish) -> Call:
-        rows = tuple([self._row(sequence, q_len) for sequence, q_len in ready])
-        rungs = self.speculation.rungs(len(rows), max([q_len for _, q_len in ready]) - 1)
+        most = max([q_len for _, q_len in ready]) - 1
+        rows = tuple([self._row(sequence, q_len, is_verified=most > 0) for sequence, q_len in ready])
+        rungs = self.speculation.rungs(len(rows), most)
         last = rungs[-1]
         if last.drafts == 0 or not self.config.is_lookup:
             return Call(rows=rows, rows_bucket=last.rows, queries=1 + last.drafts)
         chances = [1.0 if wish.is_probe else self.speculation.expects(sequence) for sequence, _ in ready]
         return Call(rows=rows, rows_bucket=last.rows, queries=1 + last.drafts, rungs=rungs, acceptance=tuple(chances))
+
+    def _is_level(self, sequence: SequenceState) -> bool:
+        """A draft that keeps K/V of its own can go on only from where the target stands."""
+        return not self.config.has_draft_pool or (sequence.request.params.speculate and sequence.is_draft_level)
 
     def _missing(self, sequence: SequenceState, q_len: int) -> int:
         """Pages it lacks for the longest case."""
@@ -79,7 +92,7 @@ class DecodePlanner:
         """The ready rows with no more queries than their pages hold, one at the least.  A row that lacks a page only
         in case its unread drafts are accepted waits until they are read."""
         size, rows = self.config.page_size, []
-        for sequence, q_len in _with_queries(self._candidates(), wish):
+        for sequence, q_len in self._with_queries(self._candidates(), wish):
             held = len(sequence.pages) * size
             if not self._missing(sequence, q_len):
                 rows.append((sequence, q_len))
@@ -89,13 +102,13 @@ class DecodePlanner:
                 rows.append((sequence, 1))
         return rows
 
-    def _row(self, sequence: SequenceState, q_len: int) -> Row:
+    def _row(self, sequence: SequenceState, q_len: int, *, is_verified: bool) -> Row:
         missing = self._missing(sequence, q_len)
         if missing:
             sequence.pages += self.roster.pool.allocate(missing)
             sequence.row = None
-        row = sequence.row
-        if row is None or row.q_len != q_len:
+        row, is_drafted = sequence.row, is_verified and self.config.has_draft_pool and self._is_level(sequence)
+        if row is None or (row.q_len, row.is_drafted) != (q_len, is_drafted):
             request = sequence.request
             row = sequence.row = Row(
                 sequence=sequence.number,
@@ -106,10 +119,7 @@ class DecodePlanner:
                 pages=tuple(sequence.pages),
                 logprobs=request.params.logprobs,
                 masked=request.make_mask is not None,
+                is_drafted=is_drafted,
             )
-        sequence.unread.append(q_len)
+        sequence.plan_decode(q_len, is_drafted=is_drafted)
         return row
-
-
-def _with_queries(candidates: Candidates, wish: Wish) -> Ready:
-    return [(sequence, 1 + min(drafts, wish.drafts)) for sequence, drafts in candidates]

@@ -3,7 +3,10 @@
 Numbers only: it hands out page ids and never sees a key or a value.  Page 0 is scrap and is never handed out.  Every
 other page is in exactly one of three states: *free*; *held* by one or more sequences; *cached*, held by none but
 keyed, so that an equal prefix may take it back until the page is needed for something else (least recently used goes
-first).  A key names the whole prefix up to and including its page, so equal keys mean equal K/V."""
+first).  A key names the whole prefix up to and including its page, so equal keys mean equal K/V.
+
+A draft that keeps K/V of its own keeps it in a second pool, in pages of the same ids; a page is *drafted* once that
+part of it is whole, too."""
 
 from __future__ import annotations
 
@@ -41,6 +44,7 @@ class PagePool:
         self._key_of: dict[int, bytes] = {}
         self._parent_of: dict[bytes, bytes] = {}
         self._claims: dict[bytes, int] = {}  # key being computed -> the sequence that computes it
+        self._drafted = [False] * num_pages
 
     @property
     def total(self) -> int:
@@ -69,6 +73,7 @@ class PagePool:
         pages = [self._free.pop() if self._free else self._evict() for _ in range(count)]
         for page in pages:
             self._holders[page] = 1
+            self._drafted[page] = False
         return pages
 
     def _evict(self) -> int:
@@ -125,6 +130,15 @@ class PagePool:
                     del self._cached[page]
                     self._free.append(page)
             lost.extend(children.pop(key, ()))
+
+    def mark_drafted(self, pages: Iterable[int]) -> None:
+        """The draft's K/V of these pages is whole, or will be before anything dispatched from now on reads it."""
+        for page in pages:
+            assert self._holders[page] > 0, f"page {page} is drafted but nobody holds it"
+            self._drafted[page] = True
+
+    def is_drafted(self, page: int) -> bool:
+        return self._drafted[page]
 
     def _drop_key(self, key: bytes) -> int:
         page = self._page_of.pop(key)

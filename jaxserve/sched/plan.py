@@ -1,7 +1,8 @@
 """What the scheduler asks for and what comes back: frozen ints and tuples, nothing of the device.
 
-A Plan is one step: slots to load, at most one prefill call, at most one decode (or verify) call.  The runner turns it
-into arrays (`jaxserve.batch`); the Outcome carries what was drawn, row by row in the plan's order."""
+A Plan is one step: slots to load, at most one prefill call, at most one decode (or verify) call, at most one prefill
+call of a draft that keeps K/V of its own.  The runner turns it into arrays (`jaxserve.batch`); the Outcome carries what
+was drawn, row by row in the plan's order."""
 
 from __future__ import annotations
 
@@ -41,6 +42,7 @@ class Row:
     prompt_logprobs_from: int = (
         0  # first position p of this chunk whose logits are wanted (they score the token at p + 1)
     )
+    is_drafted: bool = False  # verify: a draft with K/V of its own runs along; it holds all that the target holds
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,7 @@ class Plan:
     loads: tuple[SlotLoad, ...] = ()
     prefill: Call | None = None
     decode: Call | None = None
+    draft_prefill: Call | None = None  # after the other two; draws nothing and has no outcome
 
     @property
     def rows(self) -> tuple[Row, ...]:

@@ -113,9 +113,16 @@ class PrefillPlanner:
         order = sorted(candidates, key=lambda item: item[1] > longest and item[0] is not first_long)
         if order[0][0] is first_long and len(order) > 1 and order[1][1] <= longest:
             buckets = [bucket for bucket in buckets if bucket.rows > 1] or buckets
-        lengths = [left for _, left in order]
-        best = max(buckets, key=lambda b: (b.useful(lengths) / (b.cost + self._overhead), b.useful(lengths), -b.rows))
+        best = self._best(buckets, [left for _, left in order])
         return best, [sequence for sequence, _ in order[: best.rows]]
+
+    def _best(self, buckets: list[Bucket], lengths: list[int]) -> Bucket:
+        return max(buckets, key=lambda b: (b.useful(lengths) / (b.cost + self._overhead), b.useful(lengths), -b.rows))
+
+    def shape_beside_decode(self, lengths: list[int]) -> tuple[int, int]:
+        """(rows, chunk) of a call for rows that stream already and have this many positions left to compute."""
+        best = self._best(self._quick, lengths)
+        return best.rows, best.chunk
 
     def _row(self, sequence: SequenceState, chunk: int) -> Row:
         request, start = sequence.request, sequence.computed

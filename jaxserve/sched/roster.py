@@ -8,6 +8,8 @@ so the next owner's writes come later.  Only the host's own view must not be ahe
 
 from __future__ import annotations
 
+import itertools
+
 from jaxserve.config import SchedulerConfig
 from jaxserve.sched.counters import Counters
 from jaxserve.sched.pages import PagePool
@@ -73,7 +75,7 @@ class Roster:
         sequence.epoch += 1
         sequence.slot, sequence.pages, sequence.row = -1, [], None
         sequence.computed = sequence.target = sequence.published = 0
-        sequence.unread = []
+        sequence.draft_len, sequence.unread = 0, []
 
     # What a sequence takes from the table and gives to it.
 
@@ -93,10 +95,11 @@ class Roster:
         return index
 
     def pages_wanted(self, sequence: SequenceState, hits: int) -> int:
-        """Pages that admitting it would take from those available: a hit that somebody holds takes none."""
+        """Pages that admitting it would take from those available, at the most: a hit that somebody holds takes none,
+        unless one before it is held by nobody, and may be gone when its turn comes."""
         pages = [self.pool.lookup(key) for key in sequence.keys[:hits]]
-        held = sum([page is not None and self.pool.holders(page) > 0 for page in pages])
-        return -(-sequence.length // self.config.page_size) - held
+        held = itertools.takewhile(lambda page: page is not None and self.pool.holders(page) > 0, pages)
+        return -(-sequence.length // self.config.page_size) - len(list(held))
 
     def rematch(self, sequence: SequenceState) -> None:
         """Pages that others have computed since it was admitted replace its own that are still empty."""
@@ -117,6 +120,20 @@ class Roster:
         self.counters.prefix_hit_tokens += fresh
         sequence.computed = position
         sequence.published = max(sequence.published, hits)
+        self.find_drafted(sequence, sequence.computed)
+
+    def find_drafted(self, sequence: SequenceState, written: int) -> None:
+        """Of the target's first `written` positions, the draft's K/V too stands in all pages before the first that
+        lacks it, whoever computed it."""
+        size = self.config.page_size
+        while sequence.draft_len < written and self.pool.is_drafted(sequence.pages[sequence.draft_len // size]):
+            sequence.draft_len = (sequence.draft_len // size + 1) * size
+
+    def advance_draft(self, sequence: SequenceState, stop: int) -> None:
+        """The call that computes the draft's K/V up to position `stop` is about to be dispatched."""
+        size = self.config.page_size
+        self.pool.mark_drafted(sequence.pages[sequence.draft_len // size : stop // size])
+        sequence.draft_len = stop
 
     def claim(self, sequence: SequenceState, hits: int) -> bool:
         """Says that it computes the page behind its hits, for everybody.  False when somebody else does: it waits.
@@ -152,9 +169,11 @@ class Roster:
         """The pages that its output has filled.  The newest token's K/V is not written yet: the step that reads it
         does that, and it may never be dispatched."""
         written = sequence.length - 1
-        if written // self.config.page_size > sequence.published:
+        size, first = self.config.page_size, sequence.published
+        if written // size > first:
             self._name_output(sequence)
             self.publish(sequence, written)
+            self.pool.mark_drafted(sequence.pages[first : min(written, sequence.draft_len) // size])
 
     def _name_output(self, sequence: SequenceState) -> None:
         """Names the pages that generated tokens have filled.  Not when a row's bits may not depend on its mates: decode

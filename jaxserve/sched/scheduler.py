@@ -13,6 +13,7 @@ from jaxserve.config import SchedulerConfig
 from jaxserve.request import Chunk, ErrorCode, FinishReason, Request, RequestError, TokenLogprobs
 from jaxserve.sched.counters import Counters, SchedulerLoad
 from jaxserve.sched.decode import DecodePlanner
+from jaxserve.sched.drafting import DraftPlanner
 from jaxserve.sched.plan import Cut, Outcome, Plan, Row, RowOutcome
 from jaxserve.sched.prefill import PrefillPlanner
 from jaxserve.sched.roster import Roster
@@ -30,6 +31,7 @@ class Scheduler:
         self.roster = Roster(config, counters or Counters())
         self._decode = DecodePlanner(config, self.roster)
         self._prefill = PrefillPlanner(config, self.roster)
+        self._drafting = DraftPlanner(config, self.roster, self._prefill)
         self._requests: dict[str, list[SequenceState]] = {}  # id -> its living sequences
         self._sequences_made = 0
         self._unread_steps = 0
@@ -116,10 +118,19 @@ class Scheduler:
             if decode or prefill:
                 self._unread_steps += 1
                 self.roster.counters.steps += 1
-                return Plan(step=self.roster.counters.steps, loads=loads, prefill=prefill, decode=decode)
+                draft_prefill = self._drafting.plan(prefill) if self._wants_drafts else None
+                return Plan(
+                    step=self.roster.counters.steps, loads=loads, prefill=prefill, decode=decode,
+                    draft_prefill=draft_prefill,
+                )  # fmt: skip
             if self._unread_steps or not self.roster.alive:
                 return None
             self._end_too_large()
+
+    @property
+    def _wants_drafts(self) -> bool:
+        """A draft with K/V of its own falls behind while none gains, and computes nothing."""
+        return self.config.has_draft_pool and self._decode.speculation.wants_drafts
 
     def commit(self, plan: Plan, outcome: Outcome, cuts: Mapping[int, Cut], now: float) -> list[Chunk]:
         """What a step has drawn: the chunks of its rows, and of all that ended elsewhere since the last call.
@@ -145,7 +156,8 @@ class Scheduler:
             if self._was_queued and plan.prefill is None:
                 self._decode.speculation.costs.observe(outcome.decode_shape, now - self._last_commit)
             self.roster.counters.verify_calls += outcome.decode_shape[1] > 0
-        self._last_commit, self._was_queued = now, self._unread_steps > 0
+        # What the draft computes of prompts comes after the step's tokens, and holds up the next one's.
+        self._last_commit, self._was_queued = now, self._unread_steps > 0 and plan.draft_prefill is None
 
     def current(self, row: Row) -> SequenceState | None:
         """The sequence of an outcome row, unless it has ended or been preempted since the row was planned."""

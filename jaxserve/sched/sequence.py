@@ -73,6 +73,7 @@ class SequenceState:
     reached: int = 0  # most positions ever computed: prefill below it is recompute, never a cache hit
     unread: list[int] = field(default_factory=list)  # most tokens each unread step may add, oldest first
     row: Row | None = None  # its last decode row, as long as the next one is equal
+    draft_len: int = 0  # the draft's own K/V stands at the positions below it, as far as the target's does
 
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)  # those read, until they are sent
     cached_tokens: int = 0
@@ -139,6 +140,20 @@ class SequenceState:
 
         The newest token's K/V is not written yet, and a row at its limit is inert on the device."""
         return min(self.length - 1 + sum(self.unread) + q_len, self.limit - 1)
+
+    @property
+    def is_draft_level(self) -> bool:
+        """Whether the draft's own K/V will stand wherever the target's does once the device has done all unread steps."""
+        return self.draft_len >= self.longest_kv(0)
+
+    def plan_decode(self, q_len: int, *, is_drafted: bool) -> None:
+        """One more unread step, of up to `q_len` tokens.  Without its draft, the draft stays behind at the least position
+        where this step may begin: what it has written past that are guesses that nobody confirmed."""
+        if not is_drafted:
+            self.draft_len = min(self.draft_len, self.shortest - 1)
+        self.unread.append(q_len)
+        if is_drafted:
+            self.draft_len = self.longest_kv(0)
 
     def tokens(self, start: int, stop: int) -> Sequence[int]:
         prompt, split = self.request.prompt_ids, self.prompt_len

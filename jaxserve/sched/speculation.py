@@ -72,6 +72,7 @@ class Speculation:
         self.config = config
         self.acceptance = Acceptance(accepted=2.4, tried=4.0)  # of all rows; begins with a guess worth four tries
         self.costs = StepCosts.of(config.step_times)
+        self.wants_drafts = True  # they gain, or a probe is due
         self._plain_calls = 0  # since the last that had drafts
         self._probe_after = FIRST_PROBE
 
@@ -91,18 +92,21 @@ class Speculation:
         """When the operator has chosen K, drafts are free: they are verified whenever there are any."""
         return self.costs.seconds.get(shape, 1.0) if self.config.is_adaptive else 1.0
 
-    def wish(self, rows: Sequence[tuple[SequenceState, int]]) -> Wish:
-        """For the next call.  rows: all of its sequences, each with the most drafts it may have, 0 = none."""
+    def wish(self, rows: Sequence[tuple[SequenceState, int]], *, is_level: bool) -> Wish:
+        """For the next call.  rows: all of its sequences, each with the most drafts it may have, 0 = none.  is_level: the
+        draft can make them for one of these rows at least; else a probe waits until it can."""
         most = max([drafts for _, drafts in rows], default=0)
         if not most:
             return Wish(0)
         rungs = self.rungs(len(rows), most)
         best = choose(rungs, [(self.expects(sequence), drafts) for sequence, drafts in rows])
         if best.drafts:
+            self.wants_drafts = True
             self._plain_calls, self._probe_after = 0, FIRST_PROBE
             return Wish(best.drafts)
         self._plain_calls += 1
-        if self._plain_calls <= self._probe_after:
+        self.wants_drafts = self._plain_calls > self._probe_after
+        if not (self.wants_drafts and is_level):
             return Wish(0)
         self._plain_calls, self._probe_after = 0, min(2 * self._probe_after, LAST_PROBE)
         return Wish(rungs[1].drafts, is_probe=True)

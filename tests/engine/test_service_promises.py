@@ -28,7 +28,7 @@ def random_params(rng: random.Random) -> SamplingParams:
         "n": maybe(rng.randrange(1, 4), 0.2), "ignore_eos": maybe(True), "logit_bias": maybe({rng.randrange(512): 5.0}),
         "banned_token_ids": maybe([rng.randrange(512)]), "stop": maybe([rng.choice(["a", "th", "\n", "of the"])]),
         "stop_token_ids": maybe([rng.randrange(512)]),
-        "allowed_token_ids": maybe(rng.sample(range(512), 40), 0.1),
+        "allowed_token_ids": maybe(rng.sample(range(512), 40), 0.1), "speculate": maybe(False),
     }  # fmt: skip
     params = SamplingParams(**{name: value for name, value in fields.items() if value is not None})
     return replace(params, min_tokens=rng.choice([0, 0, params.max_tokens // 2]))

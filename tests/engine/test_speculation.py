@@ -117,7 +117,7 @@ def test_a_draft_never_runs_past_a_length_limit(engines: Engines) -> None:
 
 def test_the_target_as_its_own_draft_is_always_right(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
     """Greedy and sampled, with penalties: draft and target see the same counts and the same noise."""
-    monkeypatch.setattr(jaxserve.start, "make_draft", lambda name, model: FirstLayers(model))
+    monkeypatch.setattr(jaxserve.start, "make_draft", lambda name, model, load: FirstLayers(model))
     llm = engines(draft="self:layers=1", speculate_tokens=3, page_size=32)
     sampled = SamplingParams(
         temperature=0.8, top_p=0.9, frequency_penalty=0.5, repetition_penalty=1.2, max_tokens=60, ignore_eos=True
@@ -137,7 +137,7 @@ def test_nothing_compiles_and_everything_ends_once_while_speculating(engines: En
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"draft": "lookup"}, "none, ngram, self:int8, self:int4, self:layers=N"),
+        ({"draft": "lookup"}, "none, ngram, self:int8, self:int4, self:layers=N, model:REF"),
         ({"draft": "ngram:3"}, "takes no detail"),
         ({"draft": "self:layers=9"}, "the model has 2 layers"),
         ({"draft": "ngram", "speculate_tokens": 16}, "auto or a number from 0 to 15"),

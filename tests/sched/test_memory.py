@@ -78,6 +78,24 @@ def test_a_pool_too_small_for_one_request_ends_it_with_an_error_and_nothing_spin
     assert loop.streams["small", 0].last.finish_reason is FinishReason.LENGTH
 
 
+@pytest.mark.parametrize("num_pages", [12, 16, 20])
+def test_a_hit_behind_a_page_that_may_be_evicted_is_not_counted_on(num_pages):
+    """`b` computes its first page once more, for its logprobs, and the table keeps that of `a`, which has ended.  `c`
+    evicts it, and for `d`, admitted in the same step, the pages behind it are no hits any more."""
+    loop, shared = Loop(make_config(num_pages=num_pages, max_len=44)), some_prompt(17)
+    loop.ask("a", shared[:5], max_tokens=1)
+    loop.run()
+    loop.ask("z", some_prompt(16, 5), max_tokens=1)
+    loop.run()
+    loop.ask("b", shared, max_tokens=27, ignore_eos=True, prompt_logprobs=0)
+    for _ in range(6):
+        loop.step()
+    loop.ask("c", some_prompt(4 + 4 * (num_pages - 12), 9), max_tokens=1, priority=1)
+    loop.ask("d", shared, max_tokens=1)
+    loop.run()
+    loop.verify()
+
+
 def pages_held(loop: Loop) -> int:
     return loop.scheduler.load().pages_held
 
@@ -180,4 +198,4 @@ def test_padded_columns_write_to_scrap_only():
     """Fault 35, as the fake lays pages out: a position behind the row's pages lands in page 0."""
     device = FakeDevice(make_config(), vocab=VOCAB)
     page, _ = device._place(SimpleNamespace(pages=(5, 9)), 8)
-    assert page is device.pages[0]
+    assert page == 0

@@ -81,9 +81,9 @@ def test_breaking_rule_3_no_clamp_on_the_device_is_noticed():
 def test_breaking_rule_3_a_position_guessed_by_the_host_is_noticed(monkeypatch):
     plan_row = DecodePlanner._row
 
-    def guess(planner, sequence, q_len):
+    def guess(planner, sequence, q_len, **how):
         start = sequence.shortest - 1
-        return dataclasses.replace(plan_row(planner, sequence, q_len), start=start)
+        return dataclasses.replace(plan_row(planner, sequence, q_len, **how), start=start)
 
     monkeypatch.setattr(DecodePlanner, "_row", guess)
     monkeypatch.setattr(FakeDevice, "_start", lambda device, row: row.start)

@@ -33,6 +33,7 @@ def random_config(dice: random.Random, num_drafts: int) -> SchedulerConfig:
         prefill_seconds=seconds,
         queue_limit=dice.choice((6, 64)),
         age_seconds=dice.choice((0.1, 30.0)),
+        has_draft_pool=num_drafts > 0 and dice.random() < 0.5,
         **changes,
     )
 
@@ -96,6 +97,7 @@ class Trace:
             salt="other" if maybe() < 0.1 else "",
             deadline=self.loop.now + dice.random() if maybe() < 0.1 else None,
             make_mask=EveryToken if maybe() < 0.1 else None,
+            speculate=not self.loop.config.num_drafts or maybe() < 0.8,
         )
         try:
             self.loop.add(request, self._pair(request))

@@ -1,0 +1,43 @@
+"""Loading a second checkpoint as the draft of another: everything that does not fit is said before a weight is read."""
+
+from __future__ import annotations
+
+from jax.sharding import Mesh
+
+from checkpoints import open_checkpoint
+from checkpoints.hub import resolve
+from jaxserve.config import EngineConfig
+from jaxserve.device.attention import why_not
+from jaxserve.device.draft_model import OtherWidth, SecondModel
+from jaxserve.models.decoder import Decoder
+from jaxserve.models.loading import load_params
+from jaxserve.models.tree import make_model
+from jaxserve.text import Tokenizer, load_tokenizer
+from jaxserve.text.difference import first_difference
+
+
+def load_draft_model(
+    reference: str, config: EngineConfig, *, target: Decoder, tokenizer: Tokenizer, max_len: int, mesh: Mesh,
+    backend: str,
+) -> SecondModel:  # fmt: skip
+    """The model of a reference, in the target's dtype, on its mesh, with its attention.  `tokenizer`: the target's.
+
+    Raises ValueError naming what does not fit."""
+    name = f"draft='model:{reference}'"
+    files = resolve(reference)
+    described = make_model(open_checkpoint(files).config, dtype=target.dtype, tensor_parallel=mesh.size)
+    context = described.shape.max_position
+    if context < max_len:
+        raise ValueError(f"{name} has a context of {context}, below max_len={max_len}: lower --max-len to {context}")
+    refusal = why_not(
+        backend, shape=described.shape, softcap=described.config.attention_softcap, dtype=target.dtype,
+        kv_dtype=config.kv_dtype_for(target.dtype), page_size=config.page_size, queries=config.prefill_chunk, mesh=mesh,
+    )  # fmt: skip
+    if refusal:
+        raise ValueError(f"{name}: attention_backend={backend!r} serves the model, but not this draft: {refusal}")
+    difference = first_difference(tokenizer, load_tokenizer(files))
+    if difference:
+        raise ValueError(f"{name} does not have the model's vocabulary: {difference}")
+    model, params = load_params(files, dtype=target.dtype, mesh=mesh)
+    vocab = target.shape.vocab
+    return SecondModel(model if model.shape.vocab == vocab else OtherWidth(model, vocab), params)
