@@ -54,7 +54,7 @@ def many(engines: Engines) -> LLM:
 
 @pytest.fixture(scope="module")
 def speculating(engines: Engines) -> LLM:
-    return engines(draft="ngram", **MANY)
+    return engines(draft="ngram", speculate_tokens=4, **MANY)
 
 
 def test_nothing_compiles_after_the_start(speculating: LLM) -> None:
@@ -103,7 +103,7 @@ def test_drafts_change_no_token_of_a_constrained_row(many: LLM, speculating: LLM
 
 
 def test_a_preempted_constrained_row_resumes_with_the_same_tokens(many: LLM, engines: Engines) -> None:
-    llm = engines(draft="self:layers=1", pool="304", max_len=300)
+    llm = engines(draft="self:layers=1", speculate_tokens=4, pool="304", max_len=300)
     params = [
         constrained(SPECS[number % len(SPECS)], seed=number, max_tokens=90, ignore_eos=True) for number in range(10)
     ]
@@ -117,7 +117,7 @@ def test_a_preempted_constrained_row_resumes_with_the_same_tokens(many: LLM, eng
 
 def test_a_stale_mask_never_reaches_the_slots_next_owner(engines: Engines) -> None:
     """One slot after the other: aborted in the middle of a grammar, then a plain row, then another grammar."""
-    llm = engines(draft="self:layers=1", pool="304", max_len=300)
+    llm = engines(draft="self:layers=1", speculate_tokens=4, pool="304", max_len=300)
     plain = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     wanted = llm.generate([[5, 6, 7]] * 4, plain)
     endless = constrained(StructuredOutputs(regex="[0-9]+"), ignore_eos=True, max_tokens=200)
