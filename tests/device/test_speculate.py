@@ -13,6 +13,7 @@ from scipy.stats import chisquare
 from checkpoints.hub import resolve
 from jaxserve.catalogue import Catalogue
 from jaxserve.config import EngineConfig, SchedulerConfig
+from jaxserve.device.draft_model import SecondModel
 from jaxserve.device.sampling import DRAWN_WIDTH
 from jaxserve.device.sharding import make_mesh
 from jaxserve.device.speculate import NGram, Proposed, accept, verify
@@ -117,6 +118,10 @@ def exact_probabilities(logits: np.ndarray, temperature: float, top_k: int, top_
     return weights / weights.sum()
 
 
+def no_second_model(reference: str) -> SecondModel:
+    raise AssertionError(f"{reference} is asked for")
+
+
 @pytest.mark.parametrize("layout", ["list", "stacked"])
 def test_drafts_from_the_targets_own_weights_change_no_token_in_either_layout(tmp_path: Path, layout: Layout) -> None:
     """The scan over stacked weights is what a TPU runs."""
@@ -129,7 +134,7 @@ def test_drafts_from_the_targets_own_weights_change_no_token_in_either_layout(tm
             slots=1, page_size=16, num_pages=5, max_len=64, queue_limit=1, decode_buckets=(1,),
             prefill_buckets=((1, 32),), num_drafts=drafts,
         )  # fmt: skip
-        config, draft = EngineConfig(slots=1), make_draft(name, model)
+        config, draft = EngineConfig(slots=1), make_draft(name, model, no_second_model)
         runner = Runner(params, Catalogue.of(model, scheduler, config, mesh=mesh, backend="xla", draft=draft))
         runner.warm_up()
         load = SlotLoad(0, prompt, len(prompt), 60, 0, (), 0, SamplingParams(temperature=0))
