@@ -9,6 +9,8 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Literal
 
 from jaxserve.request import INT32_MAX, MAX_LOGPROBS, MAX_SAMPLES, RequestError
+from server import json_schema
+from server.json_schema import SOME_TEXT, STRING, Schema, any_of, array_of, nullable, object_of
 from server.json_types import (
     Field,
     Json,
@@ -112,9 +114,9 @@ def ranged(check: Callable[[str, Json], float], kind: str, low: float, high: flo
     return Field(within, {"type": kind, "minimum": low, "maximum": high})
 
 
-BOOLEAN = Field(boolean, {"type": "boolean"})
-TEXT = Field(text, {"type": "string"})
-TOKEN_IDS: Mapping[str, Json] = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": INT32_MAX}}
+BOOLEAN = Field(boolean, json_schema.BOOLEAN)
+TEXT = Field(text, STRING)
+TOKEN_IDS = array_of({"type": "integer", "minimum": 0, "maximum": INT32_MAX})
 IDS = Field(integers, TOKEN_IDS)
 COUNT = ranged(integer, "integer", 0, INT32_MAX)
 LOGPROBS = ranged(integer, "integer", 0, MAX_LOGPROBS)
@@ -138,18 +140,10 @@ SAMPLING: Mapping[str, Field] = {
             "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
         },
     ),
-    "allowed_token_ids": IDS,
+    "allowed_token_ids": Field(integers, {**TOKEN_IDS, "minItems": 1}),
     "banned_token_ids": IDS,
     "seed": ranged(integer, "integer", -(2**63), 2**64 - 1),
-    "stop": Field(
-        texts,
-        {
-            "anyOf": [
-                {"type": "string", "minLength": 1},
-                {"type": "array", "items": {"type": "string", "minLength": 1}},
-            ]
-        },
-    ),
+    "stop": Field(texts, any_of(SOME_TEXT, array_of(SOME_TEXT))),
     "stop_token_ids": IDS,
     "include_stop_str_in_output": BOOLEAN,
     "ignore_eos": BOOLEAN,
@@ -164,10 +158,7 @@ COMMON: Mapping[str, Field] = {
     "max_tokens": COUNT,
     "prompt_logprobs": LOGPROBS,
     "stream": BOOLEAN,
-    "stream_options": Field(
-        stream_options,
-        {"type": "object", "properties": {"include_usage": {"type": "boolean"}}, "additionalProperties": False},
-    ),
+    "stream_options": Field(stream_options, object_of({"include_usage": json_schema.BOOLEAN})),
     "priority": ranged(integer, "integer", -(2**31), INT32_MAX),
     "cache_salt": TEXT,
     "return_token_ids": BOOLEAN,
@@ -175,19 +166,27 @@ COMMON: Mapping[str, Field] = {
     "user": TEXT,
     "response_format": RESPONSE_FORMAT,
 }
+_CONTENT = any_of(STRING, array_of(object_of(type={"const": "text"}, text=STRING), minItems=1))
+_NAMES: Mapping[str, Schema] = {"name": STRING, "tool_call_id": STRING}
+MESSAGE = any_of(
+    object_of(_NAMES, role={"enum": ["system", "developer", "user", "assistant", "tool"]}, content=_CONTENT),
+    object_of(
+        {**_NAMES, "content": nullable(_CONTENT)},
+        role={"const": "assistant"},
+        tool_calls={**TOOL_CALLS, "minItems": 1},
+    ),
+)
 FIELDS: Mapping[Kind, Mapping[str, Field]] = {
     "completion": {
         **COMMON,
         "prompt": Field(
             prompts,
-            {
-                "anyOf": [
-                    {"type": "string", "minLength": 1},
-                    {**TOKEN_IDS, "minItems": 1},
-                    {"type": "array", "minItems": 1, "items": {"type": "string", "minLength": 1}},
-                    {"type": "array", "minItems": 1, "items": {**TOKEN_IDS, "minItems": 1}},
-                ]
-            },
+            any_of(
+                SOME_TEXT,
+                {**TOKEN_IDS, "minItems": 1},
+                array_of(SOME_TEXT, minItems=1),
+                array_of({**TOKEN_IDS, "minItems": 1}, minItems=1),
+            ),
         ),
         "echo": BOOLEAN,
         "logprobs": LOGPROBS,
@@ -195,39 +194,7 @@ FIELDS: Mapping[Kind, Mapping[str, Field]] = {
     },
     "chat": {
         **COMMON,
-        "messages": Field(
-            messages,
-            {
-                "type": "array",
-                "minItems": 1,
-                "items": {
-                    "type": "object",
-                    "required": ["role"],  # and a content, unless an assistant calls tools
-                    "additionalProperties": False,
-                    "properties": {
-                        "role": {"enum": ["system", "developer", "user", "assistant", "tool"]},
-                        "name": {"type": "string"},
-                        "tool_call_id": {"type": "string"},
-                        "tool_calls": TOOL_CALLS,
-                        "content": {
-                            "anyOf": [
-                                {"type": ["string", "null"]},
-                                {
-                                    "type": "array",
-                                    "minItems": 1,
-                                    "items": {
-                                        "type": "object",
-                                        "required": ["type", "text"],
-                                        "additionalProperties": False,
-                                        "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
-                                    },
-                                },
-                            ]
-                        },
-                    },
-                },
-            },
-        ),
+        "messages": Field(messages, array_of(MESSAGE, minItems=1)),
         "max_completion_tokens": COUNT,
         "logprobs": BOOLEAN,
         "top_logprobs": LOGPROBS,

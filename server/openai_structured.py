@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 from jaxserve.constraints import KINDS, StructuredOutputs
 from jaxserve.request import RequestError
+from server.json_schema import BOOLEAN, SOME_TEXT, STRING, any_of, array_of, object_of
 from server.json_types import Field, Json, boolean, quote, text, texts, wrong
 
 FORMATS = ("text", "json_object", "json_schema")
@@ -64,49 +65,26 @@ def _schema(name: str, value: Json) -> str | dict:
     return value
 
 
-_TEXT: Mapping[str, Json] = {"type": "string", "minLength": 1}
 _SPECS: Mapping[str, Json] = {
-    "json": {"anyOf": [{"type": "object"}, _TEXT]},
-    "regex": _TEXT,
-    "choice": {"type": "array", "minItems": 1, "items": _TEXT},
-    "grammar": _TEXT,
+    "json": any_of({"type": "object"}, SOME_TEXT),
+    "regex": SOME_TEXT,
+    "choice": array_of(SOME_TEXT, minItems=1),
+    "grammar": SOME_TEXT,
     "json_object": {"const": True},
 }
 STRUCTURED: Mapping[str, Field] = {
-    "structured_outputs": Field(
-        structured_outputs,
-        {
-            "type": "object", "properties": dict(_SPECS), "additionalProperties": False, "minProperties": 1,
-            "maxProperties": 1,
-        },
-    ),
-    "bad_words": Field(texts, {"type": "array", "items": {"type": "string", "pattern": r"\S"}}),
-}  # fmt: skip
+    "structured_outputs": Field(structured_outputs, {**object_of(_SPECS), "minProperties": 1, "maxProperties": 1}),
+    "bad_words": Field(texts, array_of({"type": "string", "pattern": r"\S"})),
+}
 RESPONSE_FORMAT = Field(
     response_format,
-    {
-        "oneOf": [
-            {
-                "type": "object", "required": ["type"], "properties": {"type": {"enum": ["text", "json_object"]}},
-                "additionalProperties": False,
-            },
-            {
-                "type": "object",
-                "required": ["type", "json_schema"],
-                "additionalProperties": False,
-                "properties": {
-                    "type": {"const": "json_schema"},
-                    "json_schema": {
-                        "type": "object",
-                        "required": ["schema"],
-                        "additionalProperties": False,
-                        "properties": {
-                            "name": {"type": "string"}, "description": {"type": "string"},
-                            "strict": {"type": "boolean"}, "schema": {"type": "object"},
-                        },
-                    },
-                },
-            },
-        ]
-    },
-)  # fmt: skip
+    any_of(
+        object_of(type={"enum": ["text", "json_object"]}),
+        object_of(
+            type={"const": "json_schema"},
+            json_schema=object_of(
+                {"name": STRING, "description": STRING, "strict": BOOLEAN}, schema={"type": "object"}
+            ),
+        ),
+    ),
+)

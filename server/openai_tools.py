@@ -14,6 +14,7 @@ from jaxserve.text.tool_calls import CallDelta, ToolCallParser
 from jaxserve.text.tool_forms import FORMS, ToolForm, form_of
 from jaxserve.text.tool_grammar import tool_grammar
 from jaxserve.text.tools import MAX_TOOLS, Tool, ToolChoice, choice_of, tools_of
+from server.json_schema import BOOLEAN, STRING, any_of, array_of, object_of
 from server.json_types import Field, Json, boolean
 
 
@@ -22,65 +23,27 @@ def _as_it_is(name: str, value: Json) -> Json:
     return value
 
 
+_FUNCTION: Mapping[str, Json] = {"const": "function"}
 _NAME: Mapping[str, Json] = {"type": "string", "pattern": "^[a-zA-Z0-9_-]{1,64}$"}
-_TOOL: Mapping[str, Json] = {
-    "type": "object",
-    "required": ["type", "function"],
-    "additionalProperties": False,
-    "properties": {
-        "type": {"const": "function"},
-        "function": {
-            "type": "object",
-            "required": ["name"],
-            "additionalProperties": False,
-            "properties": {
-                "name": _NAME,
-                "description": {"type": "string"},
-                "parameters": {"type": "object", "properties": {"type": {"const": "object"}}},
-                "strict": {"type": "boolean"},
-            },
+_TOOL = object_of(
+    type=_FUNCTION,
+    function=object_of(
+        {
+            "description": STRING,
+            "parameters": {"type": "object", "properties": {"type": {"const": "object"}}},
+            "strict": BOOLEAN,
         },
-    },
-}
-_NAMED: Mapping[str, Json] = {
-    "type": "object",
-    "required": ["type", "function"],
-    "additionalProperties": False,
-    "properties": {
-        "type": {"const": "function"},
-        "function": {
-            "type": "object",
-            "required": ["name"],
-            "additionalProperties": False,
-            "properties": {"name": _NAME},
-        },
-    },
-}
-TOOL_CALLS: Mapping[str, Json] = {  # of an assistant's message
-    "type": "array",
-    "items": {
-        "type": "object",
-        "required": ["id", "type", "function"],
-        "additionalProperties": False,
-        "properties": {
-            "id": {"type": "string"},
-            "type": {"const": "function"},
-            "function": {
-                "type": "object",
-                "required": ["name", "arguments"],
-                "additionalProperties": False,
-                "properties": {"name": {"type": "string"}, "arguments": {"type": "string"}},
-            },
-        },
-    },
-}
-TOOL_FIELDS: Mapping[str, Field] = {
-    "tools": Field(
-        lambda name, value: tools_of(value),
-        {"type": "array", "minItems": 1, "maxItems": MAX_TOOLS, "items": _TOOL},
+        name=_NAME,
     ),
-    "tool_choice": Field(_as_it_is, {"anyOf": [{"enum": ["none", "auto", "required"]}, _NAMED]}),
-    "parallel_tool_calls": Field(boolean, {"type": "boolean"}),
+)
+_NAMED = object_of(type=_FUNCTION, function=object_of(name=_NAME))
+TOOL_CALLS = array_of(  # of an assistant's message
+    object_of(id=STRING, type=_FUNCTION, function=object_of(name=STRING, arguments=STRING))
+)
+TOOL_FIELDS: Mapping[str, Field] = {
+    "tools": Field(lambda name, value: tools_of(value), array_of(_TOOL, minItems=1, maxItems=MAX_TOOLS)),
+    "tool_choice": Field(_as_it_is, any_of({"enum": ["none", "auto", "required"]}, _NAMED)),
+    "parallel_tool_calls": Field(boolean, BOOLEAN),
 }
 
 

@@ -5,14 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from server.http_text import DETOKENIZE, TOKENIZE
+from server.json_schema import (
+    BOOLEAN,
+    COUNT,
+    INTEGER,
+    NUMBER,
+    STRING,
+    Schema,
+    any_of,
+    array_of,
+    nullable,
+    object_of,
+)
 from server.json_types import Field, Json
 from server.openai_fields import FIELDS, REQUIRED, Kind
-
-Schema = Mapping[str, Json]
-
-STRING, NUMBER, BOOLEAN = {"type": "string"}, {"type": "number"}, {"type": "boolean"}
-COUNT = {"type": "integer", "minimum": 0}
-INTEGER = {"type": "integer"}
+from server.openai_tools import TOOL_CALLS
 
 ERRORS = {
     400: "A field or a combination of fields that this server cannot honour; error.param names it",
@@ -36,7 +43,7 @@ def document() -> dict[str, Json]:
         "paths": {
             "/v1/completions": _generate("completion", "Continue prompts.", COMPLETION),
             "/v1/chat/completions": _generate("chat", "Answer a conversation.", CHAT),
-            "/v1/models": {"get": _operation("The model that is served.", _list_of(MODEL), errors=(500, 503))},
+            "/v1/models": {"get": _operation("The model that is served.", MODELS, errors=(500, 503))},
             "/v1/models/{name}": {
                 "get": {
                     "parameters": [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}],
@@ -44,7 +51,7 @@ def document() -> dict[str, Json]:
                 }
             },
             "/tokenize": _post(TOKENIZE, (), "A prompt's token ids, or a chat's.", TOKENS),
-            "/detokenize": _post(DETOKENIZE, ("tokens",), "The text of token ids.", _object(prompt=STRING)),
+            "/detokenize": _post(DETOKENIZE, ("tokens",), "The text of token ids.", object_of(prompt=STRING)),
             "/tokenizer_info": {
                 "get": _operation("What a client needs to build prompts by itself.", TOKENIZER, errors=(500, 503))
             },
@@ -56,56 +63,30 @@ def document() -> dict[str, Json]:
 
 def body_schema(fields: Mapping[str, Field], required: Sequence[str]) -> dict[str, Json]:
     """null is the same as leaving a field out."""
-    properties: dict[str, Json] = {}
-    for name, field in fields.items():
-        schema = dict(field.schema)
-        properties[name] = schema if name in required else {"anyOf": [schema, {"type": "null"}]}
-    return {
-        "type": "object",
-        "properties": properties,
-        "required": list(required),
-        "additionalProperties": False,
-    }
+    optional = {name: nullable(field.schema) for name, field in fields.items() if name not in required}
+    return object_of(optional, **{name: fields[name].schema for name in required})
 
 
-def _object(optional: Mapping[str, Schema] | None = None, **properties: Schema) -> dict[str, Json]:
-    """Nothing that is not told here; `optional` need not stand there."""
-    every = {name: dict(schema) for name, schema in {**properties, **(optional or {})}.items()}
-    return {"type": "object", "properties": every, "required": list(properties), "additionalProperties": False}
-
-
-def _array(items: Schema) -> dict[str, Json]:
-    return {"type": "array", "items": dict(items)}
-
-
-def _nullable(schema: Schema) -> dict[str, Json]:
-    return {"anyOf": [dict(schema), {"type": "null"}]}
-
-
-def _list_of(schema: Schema) -> dict[str, Json]:
-    return _object(object={"const": "list"}, data=_array(schema))
-
-
-ERROR = _object(
-    error=_object(message=STRING, type=STRING, param=_nullable(STRING), code=STRING),
+ERROR = object_of(
+    error=object_of(message=STRING, type=STRING, param=nullable(STRING), code=STRING),
 )
-USAGE = _object(
+USAGE = object_of(
     prompt_tokens=COUNT,
     completion_tokens=COUNT,
     total_tokens=COUNT,
-    prompt_tokens_details=_object(cached_tokens=COUNT),
+    prompt_tokens_details=object_of(cached_tokens=COUNT),
 )
-TOKEN = {"token": STRING, "logprob": NUMBER, "bytes": _array(COUNT)}
-CHAT_LOGPROBS = _object(content=_array(_object(**TOKEN, top_logprobs=_array(_object(**TOKEN)))))
-COMPLETION_LOGPROBS = _object(
-    tokens=_array(STRING),
-    token_logprobs=_array(_nullable(NUMBER)),
-    top_logprobs=_array(_nullable({"type": "object", "additionalProperties": NUMBER})),
-    text_offset=_array(COUNT),
+TOKEN = {"token": STRING, "logprob": NUMBER, "bytes": array_of(COUNT)}
+CHAT_LOGPROBS = object_of(content=array_of(object_of(**TOKEN, top_logprobs=array_of(object_of(**TOKEN)))))
+COMPLETION_LOGPROBS = object_of(
+    tokens=array_of(STRING),
+    token_logprobs=array_of(nullable(NUMBER)),
+    top_logprobs=array_of(nullable({"type": "object", "additionalProperties": NUMBER})),
+    text_offset=array_of(COUNT),
 )
-PROMPT_LOGPROBS = _array(
-    _nullable(
-        {"type": "object", "additionalProperties": _object(logprob=NUMBER, rank=COUNT, decoded_token=STRING)},
+PROMPT_LOGPROBS = array_of(
+    nullable(
+        {"type": "object", "additionalProperties": object_of(logprob=NUMBER, rank=COUNT, decoded_token=STRING)},
     )
 )
 CHOICE = {
@@ -114,30 +95,33 @@ CHOICE = {
     "stop_reason": {"type": ["string", "integer", "null"]},
     "seed": INTEGER,
 }
-OF_PROMPT = {"prompt_logprobs": PROMPT_LOGPROBS, "prompt_token_ids": _array(COUNT)}
-TOKEN_IDS = {"token_ids": _array(COUNT)}
+OF_PROMPT = {"prompt_logprobs": PROMPT_LOGPROBS, "prompt_token_ids": array_of(COUNT)}
+TOKEN_IDS = {"token_ids": array_of(COUNT)}
 ANSWER = {"id": STRING, "created": COUNT, "model": STRING, "usage": USAGE}
-COMPLETION = _object(
+COMPLETION = object_of(
     **ANSWER,
     object={"const": "text_completion"},
-    choices=_array(
-        _object({**OF_PROMPT, **TOKEN_IDS}, **CHOICE, text=STRING, logprobs=_nullable(COMPLETION_LOGPROBS)),
+    choices=array_of(
+        object_of({**OF_PROMPT, **TOKEN_IDS}, **CHOICE, text=STRING, logprobs=nullable(COMPLETION_LOGPROBS)),
     ),
 )
-CHAT = _object(
+CHAT = object_of(
     OF_PROMPT,
     **ANSWER,
     object={"const": "chat.completion"},
-    choices=_array(
-        _object(
+    choices=array_of(
+        object_of(
             TOKEN_IDS,
-            **CHOICE,
-            message=_object(role={"const": "assistant"}, content=STRING),
-            logprobs=_nullable(CHAT_LOGPROBS),
+            **CHOICE | {"finish_reason": {"enum": ["stop", "length", "tool_calls"]}},
+            message=any_of(
+                object_of(role={"const": "assistant"}, content=STRING),
+                object_of(role={"const": "assistant"}, content=nullable(STRING), tool_calls=TOOL_CALLS),
+            ),
+            logprobs=nullable(CHAT_LOGPROBS),
         ),
     ),
 )
-MODEL = _object(
+MODEL = object_of(
     id=STRING,
     object={"const": "model"},
     created=COUNT,
@@ -145,20 +129,21 @@ MODEL = _object(
     max_model_len=COUNT,
     limits={"type": "object", "additionalProperties": COUNT},
 )
-TOKENS = _object(
-    count=COUNT, max_model_len=COUNT, tokens=_array(COUNT), token_strs=_nullable(_array(STRING))
+MODELS = object_of(object={"const": "list"}, data=array_of(MODEL))
+TOKENS = object_of(
+    count=COUNT, max_model_len=COUNT, tokens=array_of(COUNT), token_strs=nullable(array_of(STRING))
 )  # fmt: skip
-TOKENIZER = _object(
+TOKENIZER = object_of(
     tokenizer_class=STRING,
     vocab_size=COUNT,
     model_max_length=COUNT,
     add_bos_token=BOOLEAN,
-    bos_token=_nullable(STRING),
-    bos_token_id=_nullable(COUNT),
-    eos_token=_nullable(STRING),
-    eos_token_ids=_array(COUNT),
+    bos_token=nullable(STRING),
+    bos_token_id=nullable(COUNT),
+    eos_token=nullable(STRING),
+    eos_token_ids=array_of(COUNT),
     special_tokens={"type": "object", "additionalProperties": COUNT},
-    chat_template=_nullable(STRING),
+    chat_template=nullable(STRING),
 )
 
 
@@ -195,5 +180,5 @@ def _generate(kind: Kind, summary: str, answer: Schema) -> dict[str, Json]:
 
 
 def _state(summary: str) -> dict[str, Json]:
-    states = {"application/json": _object(status=STRING)}
+    states = {"application/json": object_of(status=STRING)}
     return {"summary": summary, "responses": {"200": _response("Yes", states), "503": _response("No", states)}}

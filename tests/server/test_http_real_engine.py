@@ -128,9 +128,7 @@ def fuzz(served: Served, cases: int) -> None:
                     statuses.setdefault(case.operation.path, set()).add(reply.status_code)
 
                 run()
-    # It reached what it fuzzes.  (Few chats with a dozen random fields are answered: some need hundreds of tries.)
-    assert all(400 in statuses[operation.path] for operation in posts), statuses
-    assert sum(200 in statuses[operation.path] for operation in posts) >= len(posts) - 1, statuses
+    assert all({200, 400} <= statuses[operation.path] for operation in posts), statuses  # it reached what it fuzzes
 
 
 def test_nothing_that_the_openapi_document_can_think_of_is_our_fault(served: Served) -> None:

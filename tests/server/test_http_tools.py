@@ -13,11 +13,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+import jsonschema_rs
 import openai
 import pytest
 from openai.types.chat import ChatCompletionMessage, ChatCompletionMessageFunctionToolCall
 
 from server.args import ServerConfig
+from server.openapi import document
 from tests.server.http_client import Reply, post
 from tests.server.serving import Served, serving
 from tests.server.stub import StubEngine, StubTokenizer
@@ -116,6 +118,16 @@ def started(stack: ExitStack) -> dict[str, tuple[Served, StubEngine]]:
         engine = StubEngine(answer=answer, tokenizer=tokenizer, max_len=8192, is_paced=True)
         made[name] = (stack.enter_context(serving(engine, ServerConfig(http_port=0))), engine)
     return made
+
+
+@pytest.mark.parametrize("name", [name for name, (_, body) in CALLS.items() if "stream" not in body])
+def test_an_answer_is_as_the_openapi_document_tells(servers: dict[str, tuple[Served, StubEngine]], name: str) -> None:
+    engine, body = CALLS[name]
+    paths = document()["paths"]
+    answer = paths["/v1/chat/completions"]["post"]["responses"]["200"]["content"]["application/json"]["schema"]
+    jsonschema_rs.validate(answer, post(servers[engine][0].http, "/v1/chat/completions", **body).json)
+    request = paths["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    jsonschema_rs.validate(request, body)
 
 
 def functions_of(message: ChatCompletionMessage) -> list[ChatCompletionMessageFunctionToolCall]:
