@@ -22,7 +22,7 @@ from scripts.soak_parts.process import ServerProcess
 from scripts.soak_parts.run import soak
 from server.pb.jaxserve.v1 import generation_pb2 as pb
 from server.pb.jaxserve.v1 import generation_pb2_grpc as pb_grpc
-from tests.server.fetching import fetch
+from tests.server.http_client import fetch
 from tests.tiny_model import write_tiny_model
 
 ROOT = Path(__file__).parents[2]

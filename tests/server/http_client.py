@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import socket
+import ssl
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
@@ -34,9 +35,21 @@ class Reply:
         return [json.loads(event.removeprefix("data: ")) for event in events]
 
 
-def send(base: str, method: str, path: str, body: object = None, headers: dict[str, str] | None = None) -> Reply:
-    """body: bytes as they are, anything else as JSON; base: the server's URL."""
-    connection = http.client.HTTPConnection(urlsplit(base).netloc, timeout=20)
+def send(
+    base: str,
+    method: str,
+    path: str,
+    body: object = None,
+    headers: dict[str, str] | None = None,
+    *,
+    tls: ssl.SSLContext | None = None,
+) -> Reply:
+    """body: bytes as they are, anything else as JSON; base: the server's URL; tls: speak it."""
+    where = urlsplit(base).netloc
+    if tls is None:
+        connection = http.client.HTTPConnection(where, timeout=20)
+    else:
+        connection = http.client.HTTPSConnection(where, timeout=20, context=tls)
     try:
         raw = body if isinstance(body, bytes | None) else json.dumps(body).encode()
         given = {} if raw is None else {"content-type": "application/json"}
@@ -46,6 +59,19 @@ def send(base: str, method: str, path: str, body: object = None, headers: dict[s
         return Reply(response.status, found, response.read())
     finally:
         connection.close()
+
+
+def fetch(
+    base: str,
+    path: str,
+    body: object = None,
+    *,
+    method: str = "",
+    headers: dict[str, str] | None = None,
+    tls: ssl.SSLContext | None = None,
+) -> Reply:
+    """GET, or POST when there is a body, unless another method is named."""
+    return send(base, method or ("GET" if body is None else "POST"), path, body, headers, tls=tls)
 
 
 def post(base: str, path: str, headers: dict[str, str] | None = None, **body: object) -> Reply:

@@ -13,7 +13,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from server.args import ServerConfig
 from server.pb.jaxserve.v1 import generation_pb2 as pb
-from tests.server.fetching import fetch
+from tests.server.http_client import fetch
 from tests.server.serving import Served, serving
 from tests.server.stub import ANSWER, StubEngine
 

@@ -16,7 +16,7 @@ from server.args import ServerConfig
 from server.pb.jaxserve.v1 import generation_pb2 as pb
 from server.records import Record, access_line
 from server.tracing import Tracer
-from tests.server.fetching import fetch
+from tests.server.http_client import fetch
 from tests.server.serving import Served, serving, until
 from tests.server.stub import StubEngine
 

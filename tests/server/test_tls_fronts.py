@@ -14,7 +14,7 @@ from server.args import ServerConfig
 from server.pb.jaxserve.v1 import generation_pb2 as pb
 from server.pb.jaxserve.v1 import generation_pb2_grpc as pb_grpc
 from tests.server.certificates import Authority, Pair
-from tests.server.fetching import fetch
+from tests.server.http_client import fetch
 from tests.server.processes import script
 from tests.server.serving import Served, serving
 from tests.server.stub import ANSWER, StubEngine
