@@ -17,7 +17,7 @@ from jaxserve.config import EngineConfig, SchedulerConfig
 from jaxserve.device import speculate, steps
 from jaxserve.device.attention import pool_head_dim, pool_sharding
 from jaxserve.device.draft_model import SecondModel
-from jaxserve.device.sharding import abstract
+from jaxserve.device.sharding import abstract, local_bytes
 from jaxserve.device.slots import load_slot, load_width
 from jaxserve.device.speculate import Draft, Proposed
 from jaxserve.device.state import KVPool, SlotShape, SlotState
@@ -99,14 +99,12 @@ class Catalogue:
         return self._page_bytes(self.second.model) if self.second else 0
 
     def _page_bytes(self, model: Model) -> int:
-        leaves = jax.tree.leaves(self._abstract_pool(model))
-        return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves) // self.scheduler.num_pages // self.mesh.size
+        return local_bytes(self._abstract_pool(model)) // self.scheduler.num_pages
 
     @property
     def slot_bytes(self) -> int:
         """What the slots take on each device."""
-        slots = jax.tree.leaves(self._make_slots().eval_shape())
-        return sum(leaf.size * leaf.dtype.itemsize for leaf in slots)
+        return local_bytes(_placed(self._make_slots().eval_shape(), self.replicated))
 
     def draft_bytes(self, params: Params) -> int:
         """What the draft's own weights take on each device, beside the target's."""
@@ -128,10 +126,7 @@ class Catalogue:
 
     def _abstract_pool(self, model: Model) -> KVPool:
         pool = self._make_pool(model).eval_shape()
-        return jax.tree.map(
-            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-            pool, pool_sharding(pool, self.mesh),
-        )  # fmt: skip
+        return jax.tree.map(_placed, pool, pool_sharding(pool, self.mesh))
 
     def _make_pool(self, model: Model):
         make = partial(

@@ -43,9 +43,7 @@ class DecodePlanner:
                 continue
             room = sequence.limit - sequence.shortest
             if room > 0:
-                found.append(
-                    (sequence, min(self.config.num_drafts, room - 1) if sequence.request.params.speculate else 0)
-                )
+                found.append((sequence, min(self.config.num_drafts, room - 1) if sequence.speculates else 0))
         return found
 
     def _with_queries(self, candidates: Candidates, wish: Wish) -> Ready:
@@ -67,7 +65,7 @@ class DecodePlanner:
 
     def _is_level(self, sequence: SequenceState) -> bool:
         """A draft that keeps K/V of its own can go on only from where the target stands."""
-        return not self.config.has_draft_pool or (sequence.request.params.speculate and sequence.is_draft_level)
+        return not self.config.has_draft_pool or (sequence.speculates and sequence.is_draft_level)
 
     def _missing(self, sequence: SequenceState, q_len: int) -> int:
         """Pages it lacks for the longest case."""

@@ -36,9 +36,7 @@ class DraftPlanner:
         then whoever lacks least: drafts gain as soon as one row is level."""
         found = []
         for sequence in self.roster.running.values():
-            if (
-                not sequence.request.params.speculate or sequence.limit - sequence.shortest < 2
-            ):  # no step of it can hold a draft
+            if not sequence.speculates or sequence.limit - sequence.shortest < 2:  # no step of it can hold a draft
                 continue
             written = sequence.computed if sequence.is_prefilling else sequence.shortest - 1
             self.roster.find_drafted(sequence, written)

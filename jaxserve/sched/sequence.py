@@ -131,6 +131,11 @@ class SequenceState:
         return self.computed < self.target
 
     @property
+    def speculates(self) -> bool:
+        """Its request takes drafts."""
+        return self.request.params.speculate
+
+    @property
     def shortest(self) -> int:
         """Tokens the device holds at the least once it has done all unread steps: each adds one or more."""
         return self.length + len(self.unread)
