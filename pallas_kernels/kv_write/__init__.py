@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels.kv_write.narrow import narrow
+from pallas_kernels.pool import check_scale
 from pallas_kernels.registry import implementation
 
 
@@ -64,11 +65,7 @@ def _check(
         )
     if num_pages < 1 or data.shape[0] % num_pages:
         raise ValueError(f"{data.shape[0]} pool rows are no multiple of {num_pages=}")
-    is_narrow = data.dtype.itemsize == 1
-    if is_narrow != (scale is not None):
-        raise ValueError(f"a pool of {data.dtype} {'needs' if is_narrow else 'takes no'} scale")
-    if scale is not None and scale.shape != data.shape[:-1]:
-        raise ValueError(f"scale {scale.shape} must be {data.shape[:-1]}")
+    check_scale(data, scale)
     if data.size // data.shape[-1] > 2**31 - 1:
         raise ValueError(f"a pool of {data.size // data.shape[-1]} rows of {data.shape[-1]} is past int32")
     if page_table.ndim != 2 or page_table.shape[0] != k.shape[0]:

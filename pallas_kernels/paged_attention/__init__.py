@@ -8,6 +8,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import Array
 
+from pallas_kernels.pool import check_scale
 from pallas_kernels.registry import implementation
 from pallas_kernels.tiles import Tiles
 
@@ -82,10 +83,6 @@ def _check(
         raise ValueError(
             f"page_table, kv_len, q_len must be int32, got {page_table.dtype}, {kv_len.dtype}, {q_len.dtype}"
         )
-    is_narrow = data.dtype.itemsize == 1
-    if is_narrow != (scale is not None):
-        raise ValueError(f"a pool of {data.dtype} {'needs' if is_narrow else 'takes no'} scale")
-    if scale is not None and scale.shape != data.shape[:-1]:
-        raise ValueError(f"scale {scale.shape} must be {data.shape[:-1]}")
+    check_scale(data, scale)
     if softcap < 0:
         raise ValueError(f"{softcap=} must not be negative (0 = none)")
