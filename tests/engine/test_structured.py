@@ -10,10 +10,12 @@ import time
 from dataclasses import replace
 
 import jsonschema_rs
+import numpy as np
 import pytest
 
-from jaxserve import LLM, RequestError, SamplingParams, StructuredOutputs
+from jaxserve import LLM, RequestError, SamplingParams, StructuredOutputs, batch
 from jaxserve.request import ErrorCode, FinishReason, Request
+from jaxserve.sched.plan import Call, Row
 from tests.engine.conftest import Engines
 from tests.engine.test_exactness import prompts
 from tests.engine.test_service_promises import check_idle
@@ -215,3 +217,14 @@ def test_the_packaged_model_writes_valid_json(draft: str) -> None:
         for schema, output in zip(SCHEMAS, llm.generate(texts, params), strict=False):
             assert output.finish_reason == "stop"
             assert jsonschema_rs.is_valid(schema, json.loads(output.text)), output.text
+
+
+def test_masks_are_made_for_the_drafts_that_are_verified_and_no_others() -> None:
+    """A lookup may find more than the program chosen after it takes, or fewer; a row may have room for fewer still."""
+    rows = tuple(
+        Row(sequence=10 + i, epoch=0, slot=i, start=-1, q_len=q_len, pages=(1,), masked=i < 3)
+        for i, q_len in enumerate((8, 8, 2, 8))
+    )
+    tokens, count = np.arange(28).reshape(4, 7), np.array([7, 1, 7, 7])
+    found = batch.read_drafts(Call(rows, 4, 1 + 3), tokens, count)
+    assert found == {10: [0, 1, 2], 11: [7], 12: [14]}
