@@ -58,11 +58,16 @@ def _time_once(runner: Runner, rows: int, drafts: int) -> tuple[float, float]:
 
 
 def _fill_slots(runner: Runner) -> None:
-    """Every slot holds so many tokens and may take more."""
+    """Every slot holds so many tokens, all of them different, and may take more.
+
+    A row of one token again and again would be slow for no reason that a request has: a first token's keys outweigh all
+    others, so that the softmax of the rest is denormal."""
     slots, max_len = runner.slots, runner.catalogue.scheduler.max_len
     length = min(CONTEXT, max_len // 2)
     values = {"length": length, "kv_len": length - 1, "limit": max_len}
     put = {name: np.full(slots.length.shape, value, np.int32) for name, value in values.items()}
+    vocab = runner.catalogue.slot_shape.vocab
+    put["tokens"] = np.arange(slots.tokens.size, dtype=np.int32).reshape(slots.tokens.shape) * 7919 % vocab
     runner.slots = replace(slots, **jax.device_put(put, runner.catalogue.replicated))
     jax.block_until_ready(runner.slots)
 

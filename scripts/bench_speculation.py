@@ -5,16 +5,22 @@ opt out run the plain programs.  A source's rows are written when it is done, so
 
 from __future__ import annotations
 
+import collections
 import json
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from statistics import median
 
 from rich.console import Console
 from rich.table import Table
 
 from jaxserve import LLM, SamplingParams
 from jaxserve.config import StepTime
+from jaxserve.engine import Load
+from jaxserve.request import Request
 from jaxserve.sched.speculation import tokens_expected
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -24,7 +30,7 @@ ROWS = (1, 8, 32)
 FIXED = 3  # K that every number of rows has a program for
 TOKENS = 72  # the edit prompt's own answer with SmolLM2 is one longer
 TOKENS_OF_MANY = 40
-TURNS = 2
+TURNS = 4
 
 
 def edit_prompt(llm: LLM) -> list[int]:
@@ -59,7 +65,7 @@ def bench_source(options: dict, source: str) -> list[dict[str, float | str]]:
     for count in rows:
         c, v = _costs(times, count)
         got, chosen = fixed[count], auto[count]
-        a = got["accepted"] / max(got["tried"], 1)
+        a = got["a"]
         # In a call that verifies, rows without drafts take one token.
         tokens = got["row_calls"] + got["drafts"] * (tokens_expected(a, FIXED) - 1)
         plain = got["decode_calls"] - got["verify_calls"]
@@ -73,37 +79,61 @@ def bench_source(options: dict, source: str) -> list[dict[str, float | str]]:
 
 
 def _speedup(llm: LLM, count: int) -> dict[str, float]:
-    """Drafts against none: the best of a few turns, of the time past the prompts' first tokens."""
-    tokens = TOKENS if count == 1 else TOKENS_OF_MANY
+    """Drafts against none: the medians of a few turns, which alternate, so that a busy machine slows both."""
+    per_row = TOKENS if count == 1 else TOKENS_OF_MANY
     prompts = [edit_prompt(llm), *repeat_prompts(llm, count - 1)][:count]
-
-    def run(length: int, *, drafts: bool) -> float:
-        params = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True, detokenize=False, speculate=drafts)
-        began = time.perf_counter()
-        llm.generate(prompts, params)
-        return time.perf_counter() - began
-
     # From here on the prompts are prefix hits, and the estimates have settled.
-    run(tokens, drafts=True)
-    plain, drafted, first = [], [], []
-    before = llm.engine.load()
+    _window(llm, prompts, per_row, drafts=True)
+    plain, drafted, made = [], [], Counter()
     for _ in range(TURNS):
-        first.append(run(1, drafts=False))
-        drafted.append(run(tokens, drafts=True))
-    after = llm.engine.load()
-    for _ in range(TURNS):
-        plain.append(run(tokens, drafts=False))
-    start = min(first)
-    plain_seconds, seconds = min(plain) - start, min(drafted) - start
-    made = {name: getattr(after, name) - getattr(before, name) for name in ("decode_calls", "verify_calls", "drafts")}
-    accepted = after.accepted_tokens - before.accepted_tokens
-    at = [a - b for a, b in zip(after.accepted_per_position, (*before.accepted_per_position, *(0,) * 15), strict=False)]
+        plain.append(_window(llm, prompts, per_row, drafts=False)[0])
+        seconds, counts = _window(llm, prompts, per_row, drafts=True)
+        drafted.append(seconds)
+        made += counts
     # A proposal was tried up to its first wrong token: one try for each accepted, one more where it did not go through.
-    whole = at[FIXED - 1] if len(at) >= FIXED else 0
-    return made | {
-        "speedup": plain_seconds / seconds, "plain_tok_s": count * (tokens - 1) / plain_seconds, "accepted": accepted,
-        "tried": accepted + made["drafts"] - whole, "row_calls": made["decode_calls"] * count,
+    tried = made["accepted_tokens"] + made["drafts"] - made[f"whole {FIXED}"]
+    found: dict[str, float] = dict(made)
+    return found | {
+        "speedup": median(plain) / median(drafted), "plain_tok_s": count / median(plain),
+        "a": made["accepted_tokens"] / max(tried, 1), "row_calls": made["decode_calls"] * count,
     }  # fmt: skip
+
+
+def _window(llm: LLM, prompts: Sequence[list[int]], per_row: int, *, drafts: bool) -> tuple[float, Counter[str]]:
+    """Seconds for a token of each row, all of them at work, and what was counted meanwhile.
+
+    From when every row has its first tokens until there are `per_row` more for each on average; then all are ended."""
+    params = SamplingParams(temperature=0, max_tokens=12 * per_row, ignore_eos=True, detokenize=False, speculate=drafts)
+    if len(prompts) == 1:
+        params = replace(params, max_tokens=2 * per_row)
+    idle = llm.engine.load()
+    requests = [Request(id=f"row {i}", prompt_ids=tuple(ids), params=params) for i, ids in enumerate(prompts)]
+    handles = [llm.engine.submit(request) for request in requests]
+    rows = len(prompts)
+    first = _wait(
+        llm, lambda load: load.running == rows and load.completion_tokens - idle.completion_tokens >= 2 * rows
+    )
+    began = time.perf_counter()
+    last = _wait(llm, lambda load: load.completion_tokens - first.completion_tokens >= per_row * rows)
+    seconds = time.perf_counter() - began
+    for handle in handles:
+        handle.abort()
+    for handle in handles:
+        collections.deque(handle, maxlen=0)
+    tokens = last.completion_tokens - first.completion_tokens
+    return seconds * rows / tokens, _counts(last) - _counts(first)
+
+
+def _wait(llm: LLM, is_there: Callable[[Load], bool]) -> Load:
+    while not is_there(load := llm.engine.load()):
+        time.sleep(0.001)
+    return load
+
+
+def _counts(load: Load) -> Counter[str]:
+    names = ("decode_calls", "verify_calls", "drafts", "accepted_tokens")
+    whole = {f"whole {position + 1}": count for position, count in enumerate(load.accepted_per_position)}
+    return Counter({name: getattr(load, name) for name in names} | whole)
 
 
 def _costs(times: Sequence[StepTime], rows: int) -> tuple[float, float]:

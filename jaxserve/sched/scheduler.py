@@ -152,9 +152,14 @@ class Scheduler:
     def _observe(self, plan: Plan, outcome: Outcome, now: float) -> None:
         """What a step has told of speculation: its time, when it ran decode alone and waited for nothing but the device,
         and which program it was."""
-        if outcome.decode_shape is not None:
+        if outcome.decode_shape is not None and plan.decode is not None:
+            speculation = self._decode.speculation
             if self._was_queued and plan.prefill is None:
-                self._decode.speculation.costs.observe(outcome.decode_shape, now - self._last_commit)
+                speculation.costs.observe(
+                    outcome.decode_shape, now - self._last_commit, has_looked=bool(plan.decode.rungs)
+                )
+            drawn = outcome.rows[-len(plan.decode.rows) :]
+            speculation.observe_tokens(plan.decode, outcome.decode_shape, sum([len(row.token_ids) for row in drawn]))
             self.roster.counters.verify_calls += outcome.decode_shape[1] > 0
         # What the draft computes of prompts comes after the step's tokens, and holds up the next one's.
         self._last_commit, self._was_queued = now, self._unread_steps > 0 and plan.draft_prefill is None

@@ -10,7 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from jaxserve.config import SchedulerConfig, StepTime
-from jaxserve.sched.plan import Rung
+from jaxserve.sched.looking import LookGain
+from jaxserve.sched.plan import Call, Rung
 from jaxserve.sched.sequence import Acceptance, SequenceState
 
 FIRST_PROBE, LAST_PROBE = 16, 128  # plain calls between two probes: doubled after each that changed nothing
@@ -41,15 +42,22 @@ class StepCosts:
     has not run for a while keeps its place among the others."""
 
     seconds: dict[tuple[int, int], float]  # (rows, drafts) -> at pace 1
+    look: float = 0.0  # that the device stands still in a call that looks for drafts, at pace 1
     pace: float = 1.0
 
     @staticmethod
     def of(times: Iterable[StepTime]) -> StepCosts:
         return StepCosts({(time.rows, time.drafts): time.total for time in times})
 
-    def observe(self, shape: tuple[int, int], seconds: float) -> None:
+    def observe(self, shape: tuple[int, int], seconds: float, *, has_looked: bool = False) -> None:
         if shape not in self.seconds or seconds <= 0:
             return
+        if has_looked and shape[1] == 0:
+            over = seconds / self.pace - self.seconds[shape]
+            self.look += 0.1 * (min(max(over, 0.0), self.seconds[shape]) - self.look)
+            return
+        if has_looked:
+            seconds -= self.look * self.pace
         # One step may take any time on a busy machine; none moves anything by much.
         ratio = min(max(seconds / (self.pace * self.seconds[shape]), 0.5), 2.0)
         self.pace *= ratio**0.2
@@ -73,6 +81,7 @@ class Speculation:
         self.acceptance = Acceptance(accepted=2.4, tried=4.0)  # of all rows; begins with a guess worth four tries
         self.costs = StepCosts.of(config.step_times)
         self.wants_drafts = True  # they gain, or a probe is due
+        self._looks = {rows: LookGain() for rows in config.decode_buckets}
         self._plain_calls = 0  # since the last that had drafts
         self._probe_after = FIRST_PROBE
 
@@ -100,20 +109,32 @@ class Speculation:
             return Wish(0)
         rungs = self.rungs(len(rows), most)
         best = choose(rungs, [(self.expects(sequence), drafts) for sequence, drafts in rows])
-        if best.drafts:
-            self.wants_drafts = True
-            self._plain_calls, self._probe_after = 0, FIRST_PROBE
+        look = self._looks[rungs[0].rows] if self.config.is_lookup and self.config.is_adaptive else None
+        if best.drafts and (look is None or look.is_worth_it):
+            self.wants_drafts, self._plain_calls = True, 0
+            if look is None or look.is_proven:
+                self._probe_after = FIRST_PROBE
             return Wish(best.drafts)
         self._plain_calls += 1
         self.wants_drafts = self._plain_calls > self._probe_after
         if not (self.wants_drafts and is_level):
             return Wish(0)
         self._plain_calls, self._probe_after = 0, min(2 * self._probe_after, LAST_PROBE)
+        if look is not None:
+            look.begin_anew()
         return Wish(rungs[1].drafts, is_probe=True)
 
     def expects(self, sequence: SequenceState) -> float:
         """The chance that its next draft is right: its own estimate, drawn towards everybody's mean."""
         return sequence.acceptance.with_prior(self.acceptance.mean, OWN_WEIGHT) if self.config.is_adaptive else 1.0
+
+    def observe_tokens(self, call: Call, shape: tuple[int, int], tokens: int) -> None:
+        """What a decode call gave to all of its rows.  shape: (rows, drafts) of the program that ran."""
+        if not (call.rungs and self.config.is_adaptive):
+            return
+        plain = call.rungs[0]
+        cost = self._cost((plain.rows, 0))
+        self._looks[plain.rows].update(tokens / len(call.rows), (self._cost(shape) + self.costs.look) / cost)
 
     def observe_draft(self, sequence: SequenceState, drafted: int, accepted: int) -> None:
         sequence.acceptance.update(drafted, accepted, keep=0.9)

@@ -86,7 +86,7 @@ class Case:
         self.kv_len = np.array(kv_len or [150, 0, queries, 67, min(page_size * 4, 128)], np.int32)
         self.q_len = np.minimum(queries, self.kv_len)
         if not kv_len:
-            self.q_len[3] = max(1, queries - 1)
+            self.q_len[3] = min(max(1, queries - 1), self.kv_len[3])
         columns = -(-(max(self.kv_len) + 50) // page_size)
         self.num_pages = 1 + len(self.kv_len) * columns
         pages = 1 + rng.permutation(self.num_pages - 1)[: len(self.kv_len) * columns]

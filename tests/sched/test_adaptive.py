@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.config import SchedulerConfig, StepTime
+from jaxserve.sched.looking import LookGain
 from jaxserve.sched.plan import Rung
 from jaxserve.sched.sequence import Acceptance
 from jaxserve.sched.speculation import StepCosts, choose, tokens_expected
@@ -133,3 +134,29 @@ def test_a_slow_minute_moves_every_cost_and_a_slow_program_its_own():
 def test_varying_numbers_of_drafts_lose_no_page_and_change_no_token(is_lookup, seed, verify, num_pages):
     """Accept, reject, abort and preempt: the loop checks pages after every step and tokens at the end."""
     Trace(seed, 7, adaptive(verify, is_lookup=is_lookup, num_pages=num_pages)).play()
+
+
+def test_looking_stops_where_its_calls_take_longer_than_plain_decode_and_is_tried_again():
+    """What a look costs is in no program's time: the device waits for the host.  Its calls are weighed by all they took."""
+    gain = LookGain()
+    assert gain.is_worth_it and not gain.is_proven
+    calls = 0
+    while gain.is_worth_it:
+        gain.update(tokens=1.0, plain_calls=1.15)
+        calls += 1
+    assert calls <= 5
+    gain.begin_anew()
+    for _ in range(20):
+        gain.update(tokens=1.4, plain_calls=1.2)
+    assert gain.is_proven
+
+
+def test_a_call_that_looked_in_vain_makes_plain_decode_no_dearer():
+    costs = StepCosts.of(step_times(0.1))
+    for _ in range(200):
+        costs.observe((4, 0), 1.2, has_looked=True)
+        costs.observe((4, 3), 1.5, has_looked=True)
+        costs.observe((4, 0), 1.0)
+    assert costs.seconds[4, 0] * costs.pace == pytest.approx(1.0, rel=0.02)
+    assert costs.seconds[4, 3] * costs.pace == pytest.approx(1.3, rel=0.02)
+    assert costs.look * costs.pace == pytest.approx(0.2, rel=0.02)
