@@ -57,6 +57,11 @@ def clear_message(error: RequestError) -> str:
     return message if len(message) <= MAX_MESSAGE_CHARS else message[:MAX_MESSAGE_CHARS] + " ..."
 
 
+def header_text(text: str) -> str:
+    """As metadata carries it, which is printable ASCII only: a client that chose other characters knows them anyway."""
+    return "".join(char if " " <= char <= "~" else "?" for char in text)
+
+
 class HttpError(Exception):
     """What is wrong with a call as HTTP, before anything in it is read."""
 
@@ -106,7 +111,7 @@ class Statuses:
         if isinstance(error, RequestError):
             trailer = [(CODE_KEY, error.code.value)]
             if error.field is not None:
-                trailer.append((FIELD_KEY, error.field.encode("ascii", errors="replace").decode()))
+                trailer.append((FIELD_KEY, header_text(error.field)))
             await self._context.abort(GRPC_STATUS[error.code], clear_message(error), tuple(trailer))
         if isinstance(error, Exception):
             log.error("a call failed", exc_info=error)

@@ -25,7 +25,10 @@ def behaviour_of(handler: grpc.RpcMethodHandler) -> Behaviour:
     return cast(Behaviour, next(behaviour for behaviour in candidates if behaviour is not None))
 
 
-def with_behaviour(handler: grpc.RpcMethodHandler, behaviour: Behaviour) -> grpc.RpcMethodHandler:
-    """The same method with the same messages, done by another function."""
+def with_behaviour(
+    handler: grpc.RpcMethodHandler, behaviour: Behaviour, *, decodes_request: bool = False
+) -> grpc.RpcMethodHandler:
+    """The same method with the same messages, done by another function.  decodes_request: it takes the bytes."""
     make = _MAKERS[bool(handler.request_streaming), bool(handler.response_streaming)]
-    return make(behaviour, handler.request_deserializer, handler.response_serializer)
+    deserializer = None if decodes_request else handler.request_deserializer
+    return make(behaviour, deserializer, handler.response_serializer)

@@ -12,7 +12,7 @@ from grpc.aio import ServicerContext
 from jaxserve.request import Chunk, Request, RequestError
 from server.backend import Backend
 from server.calls import Calls, Running, submitted
-from server.errors import Statuses
+from server.errors import Statuses, header_text
 from server.limits import Limits, check_bytes
 from server.pb.jaxserve.v1 import generation_pb2 as pb
 from server.pb.jaxserve.v1 import generation_pb2_grpc as pb_grpc
@@ -46,7 +46,7 @@ class GenerationService(pb_grpc.GenerationServicer):
     async def GenerateStream(self, request: pb.GenerateRequest, context: ServicerContext) -> None:
         # A coroutine that writes, not a generator that yields: a cancel must find us here, whatever we wait for.
         async with Statuses(context), self._running(request, context) as running:
-            await context.send_initial_metadata(((ID_KEY, _ascii(running.first_id)),))
+            await context.send_initial_metadata(((ID_KEY, header_text(running.first_id)),))
             async for _, chunk in running:
                 await context.write(await self._output(chunk))
             running.raise_for_status()
@@ -125,13 +125,10 @@ class GenerationService(pb_grpc.GenerationServicer):
 
     async def ModelInfo(self, request: pb.ModelInfoRequest, context: ServicerContext) -> pb.ModelInfoResponse:
         async with Statuses(context):
+            refuse_unknown(request, "request")
             return model_info_of(*self._calls.ready(), tool_parser=self._calls.config.tool_call_parser)
 
     async def Load(self, request: pb.LoadRequest, context: ServicerContext) -> pb.LoadResponse:
         async with Statuses(context):
+            refuse_unknown(request, "request")
             return load_of(self._calls.ready()[0].load())
-
-
-def _ascii(text: str) -> str:
-    """Metadata carries ASCII; a client that chose another id knows it anyway."""
-    return text.encode("ascii", errors="replace").decode()

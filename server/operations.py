@@ -9,6 +9,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from server.args import ServerConfig
+from server.decoding import DecodingInterceptor
 from server.guards import KeyInterceptor, KeyMiddleware
 from server.keys import Doors
 from server.metrics import Exposition
@@ -34,7 +35,7 @@ class Operations:
     @property
     def interceptors(self) -> Sequence[grpc.aio.ServerInterceptor]:
         """Of the gRPC server, the outermost first."""
-        return (RecordInterceptor(self._observers), KeyInterceptor(self.doors))
+        return (RecordInterceptor(self._observers), KeyInterceptor(self.doors), DecodingInterceptor())
 
     def guarded(self, app: ASGIApp) -> ASGIApp:
         """The HTTP front behind its keys; a browser's preflight carries none and is answered before they are asked for."""

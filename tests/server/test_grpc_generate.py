@@ -286,3 +286,18 @@ def test_many_calls_at_once_each_get_their_own_answer(served: Served) -> None:
     for thread in threads:
         thread.join(20)
     assert answers == {count: count for count in range(1, 33)}
+
+
+def test_an_id_that_no_header_carries_is_no_fault_of_ours(served: Served) -> None:
+    assert list(served.stub.GenerateStream(pb.GenerateRequest(id="\x1fü", text="x")))[-1].id == "\x1fü"
+
+
+def test_bytes_that_are_no_message_are_refused_as_the_callers_fault(
+    served: Served, caplog: pytest.LogCaptureFixture
+) -> None:
+    for method in ("Generate", "Abort", "ModelInfo"):
+        with pytest.raises(grpc.RpcError) as error:
+            served.channel.unary_unary(f"/jaxserve.v1.Generation/{method}")(b"\xff", timeout=10)
+        assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert dict(error.value.trailing_metadata())["jaxserve-code"] == "invalid_argument"
+    assert caplog.records == []

@@ -14,25 +14,19 @@ from schemathesis import Case, GenerationMode
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi import checks
 
-from jaxserve.config import EngineConfig
 from jaxserve.engine import Engine
-from jaxserve.start import load_engine
 from server.args import ServerConfig
 from server.pb.jaxserve.v1 import generation_pb2 as pb
 from tests.server.http_client import opened, post, send
-from tests.server.serving import Served, serving, until
-from tests.tiny_model import write_tiny_model
+from tests.server.real import tiny_engine, until_all_pages_are_back
+from tests.server.serving import Served, serving
 
 CONFIG = ServerConfig(http_port=0, max_message_mb=1, max_prompt_mb=1)
 
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
-    folder = write_tiny_model(tmp_path_factory.mktemp("tiny") / "tiny")
-    small = {"slots": 8, "page_size": 16, "prefill_chunk": 32, "prefill_tokens": 32, "pool": "4096", "max_len": 128}
-    return load_engine(
-        EngineConfig(model=str(folder), accelerator="cpu", batch_invariant=True, queue_limit=16, **small)
-    )
+    return tiny_engine(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(scope="module")
@@ -44,14 +38,7 @@ def served(engine: Engine) -> Iterator[Served]:
 @pytest.fixture(autouse=True)
 def pages_come_back(engine: Engine) -> Iterator[None]:
     yield
-
-    def is_idle() -> bool:
-        load = engine.load()
-        is_whole = load.pages_free + load.pages_cached == load.pages_total
-        return load.running == load.waiting == load.pages_held == 0 and is_whole
-
-    until(is_idle, seconds=20)
-    assert engine.load().compiles == 0
+    until_all_pages_are_back(engine)
 
 
 def prompts(count: int) -> list[list[int]]:
