@@ -167,11 +167,12 @@ COMMON: Mapping[str, Field] = {
     "response_format": RESPONSE_FORMAT,
 }
 _CONTENT = any_of(STRING, array_of(object_of(type={"const": "text"}, text=STRING), minItems=1))
-_NAMES: Mapping[str, Schema] = {"name": STRING, "tool_call_id": STRING}
+_NAME: Mapping[str, Schema] = {"name": STRING}
 MESSAGE = any_of(
-    object_of(_NAMES, role={"enum": ["system", "developer", "user", "assistant", "tool"]}, content=_CONTENT),
+    object_of(_NAME, role={"enum": ["system", "developer", "user", "assistant"]}, content=_CONTENT),
+    object_of({**_NAME, "tool_call_id": STRING}, role={"const": "tool"}, content=_CONTENT),
     object_of(
-        {**_NAMES, "content": nullable(_CONTENT)},
+        {**_NAME, "content": nullable(_CONTENT)},
         role={"const": "assistant"},
         tool_calls={**TOOL_CALLS, "minItems": 1},
     ),

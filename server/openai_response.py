@@ -70,16 +70,25 @@ def prompt_parts(asked: Asked, position: int, chunk: Chunk, tokenizer: Tokenizer
 
 
 def usage_of(asked: Asked, samples: Sequence[Chunk]) -> dict[str, Json]:
-    """A prompt counts once, however many samples it has; samples: the last chunk, or the whole, of each choice."""
+    """A prompt counts once, however many samples it has; samples: the last chunk, or the whole, of each choice.
+    Drafts are told under OpenAI's names for predicted outputs, when there were any."""
     usages = [sample.usage or Usage() for sample in samples]
     prompt = sum(usage.prompt_tokens for usage in usages[:: asked.n])
     completion = sum(usage.completion_tokens for usage in usages)
-    return {
+    told: dict[str, Json] = {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": sum(usage.cached_tokens for usage in usages[:: asked.n])},
     }
+    drafted = sum(usage.drafted_tokens for usage in usages)
+    if drafted:
+        accepted = sum(usage.accepted_tokens for usage in usages)
+        told["completion_tokens_details"] = {
+            "accepted_prediction_tokens": accepted,
+            "rejected_prediction_tokens": drafted - accepted,
+        }
+    return told
 
 
 class Logprobs:

@@ -57,6 +57,8 @@ def document() -> dict[str, Json]:
             },
             "/health": {"get": _state("The engine's loop beats.")},
             "/ready": {"get": _state("Requests are taken.")},
+            "/metrics": {"get": _texts("Numbers for scrapers.", "text/plain", "application/openmetrics-text")},
+            "/": {"get": _texts("A page to chat and to see the gauges.", "text/html")},
         },
     }
 
@@ -71,6 +73,7 @@ ERROR = object_of(
     error=object_of(message=STRING, type=STRING, param=nullable(STRING), code=STRING),
 )
 USAGE = object_of(
+    {"completion_tokens_details": object_of(accepted_prediction_tokens=COUNT, rejected_prediction_tokens=COUNT)},
     prompt_tokens=COUNT,
     completion_tokens=COUNT,
     total_tokens=COUNT,
@@ -177,6 +180,11 @@ def _generate(kind: Kind, summary: str, answer: Schema) -> dict[str, Json]:
     """With stream: true the answer is a text of server-sent events."""
     operation = _operation(summary, answer, errors=tuple(ERRORS), more={"text/event-stream": EVENT})
     return {"post": {"requestBody": _body(FIELDS[kind], (REQUIRED[kind],)), **operation}}
+
+
+def _texts(summary: str, *kinds: str) -> dict[str, Json]:
+    """kinds: content types, of which the client's accept header chooses."""
+    return {"summary": summary, "responses": {"200": _response("Done", dict.fromkeys(kinds, STRING))}}
 
 
 def _state(summary: str) -> dict[str, Json]:

@@ -64,6 +64,9 @@ def _message(message: Mapping, place: str) -> dict:
     for name in ("name", "tool_call_id"):
         if not isinstance(copy.get(name, ""), str):
             raise RequestError(f"{place}.{name} must be a text", field="messages")
+    if "tool_call_id" in copy and role != "tool":
+        sentence = f"{place}.tool_call_id: only a message of role tool answers a call, not one of role {role}"
+        raise RequestError(sentence, field="messages")
     copy["content"] = _content(copy.get("content"), bool(calls), f"{place}.content")
     if calls:
         if role != "assistant":

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import openai
 import pytest
+from openai.types.chat import ChatCompletionMessageParam, ChatCompletionStreamOptionsParam
 
 from server.args import ServerConfig
 from tests.server.http_client import post, send
@@ -94,6 +95,27 @@ def test_usage_comes_once_as_the_last_message_when_asked_for(client: openai.Open
         assert (last.usage.prompt_tokens, last.usage.completion_tokens) == (prompts, 16 * (1 if n == 1 else 6))
         whole = client.completions.create(model="stub", prompt=prompt, n=n)
         assert whole.usage == last.usage
+
+
+def test_usage_tells_of_drafts_under_openais_names(client: openai.OpenAI) -> None:
+    """The stub says of every sample: two tokens drafted, one accepted."""
+    chat: list[ChatCompletionMessageParam] = [{"role": "user", "content": "hi"}]
+    options: ChatCompletionStreamOptionsParam = {"include_usage": True}
+    told = [
+        client.completions.create(model="stub", prompt=["a", "b"], n=2).usage,
+        client.chat.completions.create(model="stub", messages=chat, n=4).usage,
+        *(part.usage for part in client.completions.create(
+            model="stub", prompt=["a", "b"], n=2, stream=True, stream_options=options
+        )),
+        *(part.usage for part in client.chat.completions.create(
+            model="stub", messages=chat, n=4, stream=True, stream_options=options
+        )),
+    ]  # fmt: skip
+    details = [usage.completion_tokens_details for usage in told if usage is not None]
+    assert len(details) == 4
+    for each in details:
+        assert each is not None
+        assert (each.accepted_prediction_tokens, each.rejected_prediction_tokens) == (4, 4)
 
 
 def test_lists_of_prompts_are_answered_prompt_after_prompt(client: openai.OpenAI, engine: StubEngine) -> None:

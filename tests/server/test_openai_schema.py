@@ -264,6 +264,13 @@ def test_a_completion_has_openais_shape() -> None:
     usage = answer["usage"]
     assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (2, 4, 6)
     assert usage["prompt_tokens_details"] == {"cached_tokens": 1}
+    assert "completion_tokens_details" not in usage, "no drafts, nothing to tell of them"
+
+
+def test_drafted_tokens_are_accepted_or_rejected() -> None:
+    drafted = Usage(prompt_tokens=2, completion_tokens=2, drafts=2, drafted_tokens=7, accepted_tokens=2)
+    details = body(ask(n=2), sample(usage=drafted), sample(index=1))["usage"]["completion_tokens_details"]
+    assert details == {"accepted_prediction_tokens": 2, "rejected_prediction_tokens": 5}
 
 
 def test_a_chat_has_openais_shape_with_bytes() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from playwright.sync_api import Browser, Page, Route, expect, sync_playwright
@@ -218,3 +219,27 @@ def test_every_control_has_a_name(page: Page) -> None:
         ".filter((e) => !e.labels?.length && !e.textContent.trim() && !e.ariaLabel).map((e) => e.id)"
     )
     assert unnamed == []
+
+
+def test_with_a_key_the_page_opens_asks_for_it_and_shows_the_engines_own_gauges(
+    browser: Browser, tmp_path: Path
+) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("secret-key\n")
+    keys.chmod(0o600)
+    engine = StubEngine(answer=ANSWER)
+    with serving(engine, ServerConfig(http_port=0, api_key_file=str(keys))) as served:
+        page = browser.new_page()
+        page.goto(served.http + "/")
+        expect(page.locator("#model-name")).to_have_text("needs an API key")
+        expect(page.locator("#gauges-note")).to_contain_text("need a key")
+        say(page)
+        expect(page.get_by_role("alert")).to_contain_text("wants an API key")
+        engine.hold()
+        page.get_by_label("API key").fill("secret-key")
+        page.get_by_role("button", name="Retry").click()
+        expect(page.locator("#running")).to_have_text("1")
+        engine.release()
+        expect(page.locator("#running")).to_have_text("0")
+        expect(page.locator("#gauges-note")).to_be_hidden()
+        page.close()

@@ -166,6 +166,10 @@ def test_fields_that_are_null_are_not_there():
         ({"role": "assistant", "content": None}, "content must be a text or a list of text parts, got nothing"),
         ({"role": "tool", "content": None}, "content must be a text"),
         ({"role": "tool", "content": "x", "tool_call_id": 7}, "tool_call_id must be a text"),
+        (
+            {"role": "user", "content": "x", "tool_call_id": "1"},
+            "tool_call_id: only a message of role tool .* role user",
+        ),
         ({"role": "user", "content": "x", "name": ["n"]}, "name must be a text"),
         ({"role": "user", "content": "x", "tool_calls": [CALL]}, "only an assistant calls tools, not a user"),
         ({"role": "assistant", "tool_calls": [CALL | {"type": "custom"}]}, r"\[0\].type must be 'function'"),
