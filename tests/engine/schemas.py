@@ -10,10 +10,10 @@ import jsonschema_rs
 from jaxserve.llm import RequestOutput
 
 
-def record(properties: dict, *, required: list[str] | None = None, **more) -> dict:
+def record(properties: dict, *, required: list[str] | None = None) -> dict:
     """An object of these properties, all of them required unless told otherwise, and no others."""
     required = list(properties) if required is None else required
-    return {"type": "object", "properties": properties, "required": required, "additionalProperties": False, **more}
+    return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
 
 
 def short(most: int = 12, **more) -> dict:
@@ -50,7 +50,7 @@ SCHEMAS: dict[str, dict] = {
         ]
     },
     "all of": {"allOf": [{"type": "integer", "minimum": 10}, {"maximum": 40}]},
-    "references": record({"from": {"$ref": "#/$defs/point"}, "to": {"$ref": "#/$defs/point"}}, **{"$defs": {"point": POINT}}),
+    "references": record({"from": {"$ref": "#/$defs/point"}, "to": {"$ref": "#/$defs/point"}}) | {"$defs": {"point": POINT}},
     "recursion": {
         "$defs": {"node": record({"v": whole(0, 9), "next": {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/node"}]}})},
         "$ref": "#/$defs/node",
