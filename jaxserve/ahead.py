@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from importlib import resources
 from pathlib import Path
 from time import perf_counter
@@ -27,10 +28,11 @@ from jaxserve.config import EngineConfig
 from jaxserve.device.draft_model import SecondModel
 from jaxserve.device.sharding import local_bytes, make_mesh
 from jaxserve.device.steps import Params
+from jaxserve.draft_model import as_draft, check_draft
 from jaxserve.drafts import make_draft
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.tree import abstract_params, layout_for, make_model
-from jaxserve.start import catalogue_of, choose_attention
+from jaxserve.start import catalogue_of, choose_attention, max_len_of
 
 THREADS = 2  # programs compiled side by side: the compilers leave the GIL
 
@@ -74,22 +76,29 @@ class Described:
     attention_reason: str
 
     def catalogue(self, config: EngineConfig, pages: int | None = None) -> Catalogue:
-        """As the engine would make it; pages: of the pool, None = the fewest that hold one sequence.
-
-        Raises ValueError for a draft that is a model of its own: it is loaded, and nothing is loaded here."""
+        """As the engine would make it; pages: of the pool, None = the fewest that hold one sequence."""
+        draft = make_draft(config.draft, self.model, partial(self._describe_draft, config))
         return catalogue_of(
-            config, model=self.model, draft=make_draft(config.draft, self.model, _refuse_to_load), mesh=self.mesh,
-            backend=self.attention_backend, pages=pages,
-        )  # fmt: skip
+            config, model=self.model, draft=draft, mesh=self.mesh, backend=self.attention_backend, pages=pages
+        )
+
+    def _describe_draft(self, config: EngineConfig, reference: str) -> SecondModel:
+        """A draft that is a model of its own.  Whether it has the target's tokens is seen when the engine starts: a
+        config.json holds none.  Raises ValueError naming what else does not fit."""
+        try:
+            _, hf = read_config(reference)
+            model = make_model(hf, dtype=self.model.dtype, tensor_parallel=self.mesh.size)
+            with jax.set_mesh(self.mesh):
+                max_len = max_len_of(config, self.model)
+                check_draft(model, config, max_len=max_len, mesh=self.mesh, backend=self.attention_backend)
+        except ValueError as error:
+            raise ValueError(f"draft='model:{reference}': {error}") from None
+        return as_draft(model, abstract_params(model, self.mesh, layout_for(self.mesh)), self.model)
 
     @property
     def weight_bytes(self) -> int:
         """On each device."""
         return local_bytes(self.params)
-
-
-def _refuse_to_load(reference: str) -> SecondModel:
-    raise ValueError(f"draft='model:{reference}' is a model of its own; plan it as a model, and add what both need")
 
 
 def describe_devices(topology: Topology) -> Sequence[Device]:  # pyright: ignore[reportInvalidTypeForm]
@@ -182,8 +191,12 @@ def _report(
     assert memory is not None and text is not None, "both compilers tell memory and text"
     program = hlo.parse(text)
     dtype = hlo.DTYPES[described.model.dtype]
-    pool = {(hlo.DTYPES[str(leaf.dtype)], local_bytes(leaf)) for leaf in jax.tree.leaves(catalogue.abstract_pool)}
-    matrices = _matrix_shapes(described)
+    pools = (catalogue.abstract_pool, catalogue.abstract_draft_pool)
+    pool = {(hlo.DTYPES[str(leaf.dtype)], local_bytes(leaf)) for leaf in jax.tree.leaves(pools)}
+    second = catalogue.second
+    matrices = _matrix_shapes(described.params, described.mesh)
+    if second:
+        matrices |= _matrix_shapes(second.params, described.mesh)
 
     def is_weight(array: hlo.Array) -> bool:
         return array.dtype == dtype and _shape(array.dims) in matrices
@@ -203,14 +216,14 @@ def _report(
     )
 
 
-def _matrix_shapes(described: Described) -> set[tuple[int, ...]]:
+def _matrix_shapes(params: Params, mesh: Mesh) -> set[tuple[int, ...]]:
     """Of every weight matrix on one device: one layer's and, where they are stacked, all layers' together; as they are
     and with their output dims merged, in any order."""
     shapes = set()
-    for path, leaf in jax.tree_util.tree_flatten_with_path(described.params)[0]:
+    for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
         assert leaf.sharding is not None
         layers, matrix = (), leaf.sharding.shard_shape(leaf.shape)
-        if layout_for(described.mesh) == "stacked" and path[0].key == "blocks":
+        if layout_for(mesh) == "stacked" and path[0].key == "blocks":
             layers, matrix = matrix[:1], matrix[1:]
         if len(matrix) > 1:
             forms = (matrix, (matrix[0], math.prod(matrix[1:])))

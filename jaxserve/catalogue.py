@@ -124,6 +124,10 @@ class Catalogue:
         """Shapes and shardings of the target's pool."""
         return self._abstract_pool(self.model)
 
+    @property
+    def abstract_draft_pool(self) -> KVPool | None:
+        return self._abstract_pool(self.second.model) if self.second else None
+
     def _abstract_pool(self, model: Model) -> KVPool:
         pool = self._make_pool(model).eval_shape()
         return jax.tree.map(_placed, pool, pool_sharding(pool, self.mesh))
@@ -144,7 +148,7 @@ class Catalogue:
         weights = jax.tree.map(abstract, params)
         pool = self.abstract_pool
         pool_out = pool_sharding(pool, self.mesh)
-        draft_pool = self._abstract_pool(self.second.model) if self.second else pool
+        draft_pool = self.abstract_draft_pool or pool
         draft_pool_out = pool_sharding(draft_pool, self.mesh)
         slots = _placed(self._make_slots().eval_shape(), replicated)
         draft_weights = self.draft.describe(params) if self.draft else {}

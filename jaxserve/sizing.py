@@ -13,6 +13,7 @@ from jaxserve.ahead import Described, DoesNotFit, Report, compile_ahead
 from jaxserve.catalogue import Catalogue
 from jaxserve.chips import Topology
 from jaxserve.config import EngineConfig
+from jaxserve.device.sharding import local_bytes
 from jaxserve.roofline import Roofline, roofline
 
 
@@ -22,9 +23,10 @@ class Sizing:
 
     usable_bytes: int
     weight_bytes: int
+    draft_bytes: int  # of a draft's own weights
     slot_bytes: int
     temp_bytes: int  # of the largest program compiled
-    page_bytes: int
+    page_bytes: int  # of a draft's own pool, too
     largest_pages: int  # that memory allows
     catalogue: Catalogue  # as the engine would start: its pool holds no more than every slot at max_len
     reports: tuple[Report, ...]
@@ -52,8 +54,10 @@ def size(
     length: tokens of each request, for the time of a step.  Raises DoesNotFit with numbers, or ValueError as the engine
     would at its start."""
     usable, smallest = usable_bytes(topology), described.catalogue(config)
-    pages_per_row, page_bytes = smallest.scheduler.pages_per_row, smallest.page_bytes
-    left = usable - described.weight_bytes
+    pages_per_row, page_bytes = smallest.scheduler.pages_per_row, smallest.page_bytes + smallest.draft_page_bytes
+    second = smallest.second
+    draft_bytes = local_bytes(second.params) if second else smallest.draft_bytes(described.params)
+    left = usable - described.weight_bytes - draft_bytes
     most = config.slots * pages_per_row
 
     def pages_beside(temporaries: int) -> int:
@@ -74,10 +78,13 @@ def size(
     temporaries = max(report.temp_bytes for report in reports)
     pages = pages_beside(temporaries)
     if max(report.peak_bytes for report in reports) > usable or pages < pages_per_row:
-        raise DoesNotFit(_no_room(described, smallest, usable=usable, temporaries=temporaries))
+        raise DoesNotFit(
+            _no_room(smallest, weights=described.weight_bytes + draft_bytes, usable=usable, temporaries=temporaries)
+        )
     return Sizing(
         usable_bytes=usable,
         weight_bytes=described.weight_bytes,
+        draft_bytes=draft_bytes,
         slot_bytes=catalogue.slot_bytes,
         temp_bytes=temporaries,
         page_bytes=page_bytes,
@@ -88,11 +95,12 @@ def size(
     )
 
 
-def _no_room(described: Described, smallest: Catalogue, *, usable: int, temporaries: int) -> str:
+def _no_room(smallest: Catalogue, *, weights: int, usable: int, temporaries: int) -> str:
     gib, scheduler = 2**30, smallest.scheduler
+    pool = scheduler.pages_per_row * (smallest.page_bytes + smallest.draft_page_bytes)
     return (
-        f"weights {described.weight_bytes / gib:.2f} GiB, temporaries {temporaries / gib:.2f} GiB and a pool for one sequence"
-        f" of max_len={scheduler.max_len} ({scheduler.pages_per_row * smallest.page_bytes / gib:.2f} GiB) do not fit into the"
+        f"weights {weights / gib:.2f} GiB, temporaries {temporaries / gib:.2f} GiB and a pool for one sequence"
+        f" of max_len={scheduler.max_len} ({pool / gib:.2f} GiB) do not fit into the"
         f" {usable / gib:.2f} GiB a device may use: lower --max-len, or split the model over more chips"
     )
 

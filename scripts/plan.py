@@ -36,7 +36,8 @@ GIB, MIB = 2**30, 2**20
 # What of the engine's config shapes its programs and its memory.
 FLAGS = (
     "model", "dtype", "tensor_parallel", "attention_backend", "max_len", "pool", "kv_dtype", "page_size", "memory_fraction",
-    "slots", "prefill_chunk", "prefill_tokens", "batch_invariant", "max_stop_ids", "max_logit_bias", "max_allowed_ids",
+    "slots", "prefill_chunk", "prefill_tokens", "batch_invariant", "draft", "speculate_tokens", "max_stop_ids", "max_logit_bias",
+    "max_allowed_ids",
 )  # fmt: skip
 
 
@@ -100,6 +101,7 @@ def memory_table(sizing: Sizing) -> Table:
     rows = {
         "may use": sizing.usable_bytes,
         "weights": sizing.weight_bytes,
+        "the draft's own weights": sizing.draft_bytes,
         "slots": sizing.slot_bytes,
         "temporaries of the largest program": sizing.temp_bytes,
         "KV pool, the largest": sizing.largest_pages * sizing.page_bytes,
@@ -160,7 +162,7 @@ def facts(described: Described, topology: Topology, sizing: Sizing, length: int)
         "kv_dtype": sizing.catalogue.kv_dtype,
         "attention": {"backend": described.attention_backend, "reason": described.attention_reason},
         "bytes_of_a_device": {
-            "usable": sizing.usable_bytes, "weights": sizing.weight_bytes, "slots": sizing.slot_bytes,
+            "usable": sizing.usable_bytes, "weights": sizing.weight_bytes, "draft": sizing.draft_bytes, "slots": sizing.slot_bytes,
             "temporaries": sizing.temp_bytes, "page": sizing.page_bytes,
         },
         "largest_pool": {"pages": sizing.largest_pages, "tokens": sizing.largest_tokens},

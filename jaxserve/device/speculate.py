@@ -122,7 +122,7 @@ class FirstLayers:
         layers = self.model.shape.layers
         blocks = params["blocks"]
         # A stacked tree is cut once, at start; a list shares the target's arrays.
-        first = blocks[:layers] if isinstance(blocks, list) else jax.tree.map(lambda leaf: leaf[:layers], blocks)
+        first = blocks[:layers] if isinstance(blocks, list) else jax.tree.map(lambda leaf: _cut(leaf, layers), blocks)
         return {"outer": params["outer"], "blocks": first}
 
     def describe(self, params: Params) -> Params:
@@ -137,6 +137,13 @@ class FirstLayers:
     ) -> tuple[Proposed, KVPool]:
         proposed, _, pool = roll_out(self.model, params, pool, slots, packed, drafts=drafts, backend=backend, mesh=mesh)
         return proposed, pool
+
+
+def _cut(stacked: Array | jax.ShapeDtypeStruct, layers: int) -> Array | jax.ShapeDtypeStruct:
+    """The first layers of a leaf, or of its description."""
+    if isinstance(stacked, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct((layers, *stacked.shape[1:]), stacked.dtype, sharding=stacked.sharding)
+    return stacked[:layers]
 
 
 def roll_out(

@@ -29,6 +29,7 @@ def main() -> None:
     parser.add_argument("--kv-dtype", default="auto")
     parser.add_argument("--page-size", type=int, default=64)
     parser.add_argument("--attention", default="auto")
+    parser.add_argument("--draft", default="none", help='as the engine takes it, or "itself": the model as its own')
     flags = parser.parse_args()
     topology = parse_topology(flags.topology)
     use_compiler(topology.chip.platform)
@@ -46,9 +47,15 @@ def compile_all(flags: argparse.Namespace, dump: Path) -> dict:
     _, hf = read_config(str(CONFIGS / f"{flags.model}.json"))
     if flags.layers:
         hf = {**hf, "num_hidden_layers": flags.layers}
+    draft = flags.draft
+    if draft == "itself":
+        itself = dump / "itself.json"
+        itself.write_text(json.dumps(hf))
+        draft = f"model:{itself}"
     config = EngineConfig(
         tensor_parallel=topology.num_devices, dtype=flags.dtype, max_len=4096, attention_backend=flags.attention,
-        kv_dtype=flags.kv_dtype, page_size=flags.page_size,
+        kv_dtype=flags.kv_dtype, page_size=flags.page_size, draft=draft,
+        speculate_tokens="0" if draft == "none" else "3",
     )  # fmt: skip
     described = describe(hf, topology, config)
     catalogue = described.catalogue(config, PAGES)
@@ -58,7 +65,9 @@ def compile_all(flags: argparse.Namespace, dump: Path) -> dict:
         "reason": described.attention_reason,
         "layers": described.model.config.layers,
         "devices": described.mesh.size,
+        "vocab": described.model.shape.vocab,
         "pool_bytes": catalogue.page_bytes * catalogue.scheduler.num_pages,
+        "draft_pool_bytes": catalogue.draft_page_bytes * catalogue.scheduler.num_pages,
         "slot_bytes": catalogue.slot_bytes,
         "largest_weight_bytes": max(local_bytes(leaf) for leaf in jax.tree.leaves(described.params)),
         "programs": {report.name: dataclasses.asdict(report) for report in reports},

@@ -123,6 +123,33 @@ def test_an_8_bit_pool_and_its_scales_are_written_in_place(case: Case, kv_dtype:
         assert report["temp_bytes"] < 0.05 * found["pool_bytes"]
 
 
+DRAFTED = [
+    pytest.param(
+        case,
+        draft,
+        id=f"{draft}, {case}",
+        marks=[] if case is DEFAULT[0] and draft == "self:int8" else pytest.mark.full,
+    )
+    for case in DEFAULT
+    for draft in ("self:int8", "self:layers=2", "itself")
+]
+
+
+@pytest.mark.parametrize(("case", "draft"), DRAFTED)
+def test_drafts_and_their_verification_copy_no_pool_and_no_weight(case: Case, draft: str) -> None:
+    """ "itself": a second model, with a pool of its own."""
+    own = (f"draft {case.prefill}",) if draft == "itself" else ()
+    found = case.facts("--draft", draft, programs=("propose 32", "verify 32x4", *own))
+    for name, report in found["programs"].items():
+        pool = found["pool_bytes" if name.startswith("verify") or not own else "draft_pool_bytes"]
+        assert pool and report["alias_bytes"] >= pool, f"{name}: the donated pool is not the program's output"
+        assert not report["pool_copies"], (name, report["pool_copies"])
+        assert not report["weight_copies"], (name, report["weight_copies"])
+        # Of four tokens a row: a TPU holds them in tiles of eight, and as they come and as they go.
+        logits = 4 * 32 * 4 * found["vocab"] * 4 if name.startswith("verify") else 0
+        assert report["temp_bytes"] < 0.05 * pool + logits, name
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("case", WHOLE, ids=str)
 def test_the_sampler_writes_its_slots_in_place(case: Case) -> None:

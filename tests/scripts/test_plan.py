@@ -61,3 +61,25 @@ def test_a_model_that_fits_and_one_that_does_not(tmp_path: Path) -> None:
     assert "does not fit" in done.stdout and "Traceback" not in done.stderr
     found = json.loads(large.read_text())
     assert not found["fits"] and "15.75G" in found["reason"], "the compiler's own number of what the chip has"
+
+
+@pytest.mark.full
+def test_a_second_model_as_the_draft_is_planned_with_its_weights_and_its_pool(tmp_path: Path) -> None:
+    try:
+        import_path("tpu")
+    except ValueError as error:
+        pytest.skip(str(error))
+    model, found = CONFIGS / "qwen3-0.6b.json", {}
+    for draft in ("none", f"model:{model}"):
+        out = tmp_path / "plan.json"
+        few = ("--topology", "v6e:1", "--max-len", "1024", "--slots", "8", "--draft", draft, "--json", str(out))
+        done = plan("--model", str(model), *few)
+        assert done.returncode == 0, done.stderr
+        found[draft.partition(":")[0]] = json.loads(out.read_text())
+    alone, both = (found[name]["bytes_of_a_device"] for name in ("none", "model"))
+    assert (alone["draft"], both["draft"]) == (0, both["weights"])
+    assert both["page"] == 2 * alone["page"]
+    assert found["model"]["largest_pool"]["pages"] < found["none"]["largest_pool"]["pages"] / 2
+    assert {"propose", "verify", "accept", "draft"} <= {each["name"].split()[0] for each in found["model"]["programs"]}
+    done = plan("--model", str(model), "--topology", "v6e:1", "--draft", "model:/nowhere")
+    assert done.returncode == 2 and "draft='model:/nowhere'" in done.stderr and "Traceback" not in done.stderr
