@@ -3,6 +3,7 @@ OpenAPI document lets a client think of."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 import numpy as np
@@ -102,6 +103,7 @@ def fuzz(served: Served, cases: int) -> None:
     schema.config.base_url = served.http
     operations = [result.ok() for result in schema.get_all_operations()]
     posts = [operation for operation in operations if operation.method == "post"]
+    made: Counter[str] = Counter()
     statuses: dict[str, set[int]] = {operation.path: set() for operation in posts}
     for operation in operations:
         share = cases // (2 * len(posts)) if operation.method == "post" else 2
@@ -113,8 +115,10 @@ def fuzz(served: Served, cases: int) -> None:
                 def run(case: Case) -> None:
                     reply = case.call_and_validate(base_url=served.http, checks=CHECKS, timeout=30)
                     statuses.setdefault(case.operation.path, set()).add(reply.status_code)
+                    made[case.operation.method] += 1
 
                 run()
+    assert made["post"] >= cases // (2 * len(posts)) * 2 * len(posts), made
     assert all({200, 400} <= statuses[operation.path] for operation in posts), statuses  # it reached what it fuzzes
 
 
