@@ -31,6 +31,7 @@ FIXED = 3  # K that every number of rows has a program for
 TOKENS = 72  # the edit prompt's own answer with SmolLM2 is one longer
 TOKENS_OF_MANY = 40
 TURNS = 4
+COUNTED = ("decode_calls", "verify_calls", "drafts", "accepted_tokens")
 
 
 def edit_prompt(llm: LLM) -> list[int]:
@@ -92,8 +93,7 @@ def _speedup(llm: LLM, count: int) -> dict[str, float]:
         made += counts
     # A proposal was tried up to its first wrong token: one try for each accepted, one more where it did not go through.
     tried = made["accepted_tokens"] + made["drafts"] - made[f"whole {FIXED}"]
-    found: dict[str, float] = dict(made)
-    return found | {
+    return {name: float(made[name]) for name in COUNTED} | {
         "speedup": median(plain) / median(drafted), "plain_tok_s": count / median(plain),
         "a": made["accepted_tokens"] / max(tried, 1), "row_calls": made["decode_calls"] * count,
     }  # fmt: skip
@@ -131,9 +131,8 @@ def _wait(llm: LLM, is_there: Callable[[Load], bool]) -> Load:
 
 
 def _counts(load: Load) -> Counter[str]:
-    names = ("decode_calls", "verify_calls", "drafts", "accepted_tokens")
     whole = {f"whole {position + 1}": count for position, count in enumerate(load.accepted_per_position)}
-    return Counter({name: getattr(load, name) for name in names} | whole)
+    return Counter({name: getattr(load, name) for name in COUNTED} | whole)
 
 
 def _costs(times: Sequence[StepTime], rows: int) -> tuple[float, float]:
