@@ -160,3 +160,22 @@ def test_a_call_that_looked_in_vain_makes_plain_decode_no_dearer():
     assert costs.seconds[4, 0] * costs.pace == pytest.approx(1.0, rel=0.02)
     assert costs.seconds[4, 3] * costs.pace == pytest.approx(1.3, rel=0.02)
     assert costs.look * costs.pace == pytest.approx(0.2, rel=0.02)
+
+
+def test_calls_that_would_gain_but_for_their_looks_seldom_look():
+    """By the formula every call gains; each look makes the device wait for as long as five plain calls."""
+    looked = {}
+    for look in (0.0, 5.0):
+        config = adaptive(0.05, is_lookup=True)
+        loop = Loop(config, device=FakeDevice(config, vocab=VOCAB, accept=0.9))
+        speculation = loop.scheduler._decode.speculation
+        for i in range(12):
+            loop.ask(f"r{i}", some_prompt(4, i), max_tokens=40, ignore_eos=True)
+        while loop.scheduler.has_unfinished:
+            speculation.costs.look = look
+            loop.step()
+        loop.verify()
+        decodes = [plan.decode for plan in loop.plans if plan.decode]
+        looked[look] = sum(bool(call.rungs) for call in decodes) / len(decodes)
+    assert looked[0.0] > 0.8
+    assert 0 < looked[5.0] < 0.25
