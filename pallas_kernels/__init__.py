@@ -4,7 +4,8 @@ Knows nothing of requests, models or devices' settings; never falls back from on
 
 from pallas_kernels.kv_write import kv_write
 from pallas_kernels.paged_attention import paged_attention
+from pallas_kernels.panel_matmul import panel_matmul
 from pallas_kernels.quant_matmul import quant_matmul
 from pallas_kernels.registry import IMPLEMENTATIONS, implementation
 
-__all__ = ["IMPLEMENTATIONS", "implementation", "kv_write", "paged_attention", "quant_matmul"]
+__all__ = ["IMPLEMENTATIONS", "implementation", "kv_write", "paged_attention", "panel_matmul", "quant_matmul"]

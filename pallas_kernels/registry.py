@@ -14,6 +14,7 @@ IMPLEMENTATIONS: dict[str, dict[str, str]] = {
     "paged_attention": {
         "reference": "pallas_kernels.paged_attention.reference:paged_attention",
         "xla": "pallas_kernels.paged_attention.xla:paged_attention",
+        "native": "pallas_kernels.paged_attention.native:paged_attention",
         "pallas_tpu": "pallas_kernels.paged_attention.tpu:paged_attention",
         "pallas_triton": "pallas_kernels.paged_attention.gpu:paged_attention",
         "pallas_mosaic_gpu": "pallas_kernels.paged_attention.mosaic_gpu:paged_attention",
@@ -21,6 +22,11 @@ IMPLEMENTATIONS: dict[str, dict[str, str]] = {
     "kv_write": {
         "reference": "pallas_kernels.kv_write.reference:kv_write",
         "xla": "pallas_kernels.kv_write.xla:kv_write",
+        "native": "pallas_kernels.kv_write.native:kv_write",
+    },
+    "panel_matmul": {
+        "xla": "pallas_kernels.panel_matmul.xla:panel_matmul",
+        "native": "pallas_kernels.panel_matmul.native:panel_matmul",
     },
     "quant_matmul": {
         "reference": "pallas_kernels.quant_matmul.reference:quant_matmul",

@@ -3,6 +3,7 @@ answers.  Shared by the tests of every backend; Pallas backends run interpreted.
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
 
@@ -29,15 +30,17 @@ LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}  # an 8-bit pool's largest num
 
 # A backend's pool has its head dim padded to a multiple of this by its owner.
 HEAD_DIM_MULTIPLE = {"pallas_tpu": 128}
-# backend: what its interpreter cannot run, and why.  A key is one of `Case.traits`: a shape's name, a pool's dtype,
+# backend: what cannot be run of it here, and why.  A key is one of `Case.traits`: a shape's name, a pool's dtype,
 # "queries=4", "page_size=16", or "any".
-NOT_INTERPRETED: Mapping[str, Mapping[str, str]] = {
+NOT_RUN: Mapping[str, Mapping[str, str]] = {
     "pallas_mosaic_gpu": dict.fromkeys(("float32", "int8", "float8_e4m3fn"), "serves bfloat16 pools alone")
     | (
         {"any": f"jax has a simulator of it from 0.11 on, this is {jax.__version__}"}
         if jax.__version_info__ < (0, 11)
         else {}
-    )
+    ),
+    "native": dict.fromkeys(("bfloat16", "int8", "float8_e4m3fn"), "serves float32 pools alone")
+    | ({} if importlib.util.find_spec("llvmlite") else {"any": "llvmlite is not installed"}),
 }
 
 
@@ -104,11 +107,10 @@ class Case:
             self.data, self.scale = _quantise(values, pool_dtype, rng)
 
     def run(self, backend: str, rows: slice = slice(None), tiles: Mapping[str, int] | None = None) -> np.ndarray:
-        """[R, Q, N, H] float32.  Skips what the backend cannot be interpreted with."""
-        if is_interpreted(backend):
-            for trait, reason in NOT_INTERPRETED.get(backend, {}).items():
-                if trait in self.traits:
-                    pytest.skip(f"{backend}: {reason}")
+        """[R, Q, N, H] float32.  Skips what cannot be run of the backend here."""
+        for trait, reason in NOT_RUN.get(backend, {}).items():
+            if trait in self.traits:
+                pytest.skip(f"{backend}: {reason}")
         data = pad_head_dim(self.data, HEAD_DIM_MULTIPLE.get(backend, 1))
         function = jax.jit(
             paged_attention,

@@ -11,12 +11,20 @@ import numpy as np
 import pytest
 
 from pallas_kernels import IMPLEMENTATIONS, implementation, kv_write, paged_attention
+from tests.kernels.cases import NOT_RUN
 
 HEADS, KV_HEADS, HEAD_DIM, LENGTH, MAX_LEN = 9, 3, 64, 333, 640
 
 
 def attend_first_row(
-    lengths: list[int], *, queries: int, page_size: int = 64, window: int = 0, seed: int = 0, pad: int = 0
+    lengths: list[int],
+    *,
+    queries: int,
+    page_size: int = 64,
+    window: int = 0,
+    seed: int = 0,
+    pad: int = 0,
+    backend: str = "xla",
 ) -> np.ndarray:
     """Row 0 holds the same sequence whatever `seed`; its mates, its pages and the NaN around them differ."""
     same, other = np.random.default_rng(1), np.random.default_rng(seed)
@@ -32,7 +40,7 @@ def attend_first_row(
             data[table[row, at // page_size], :, :, at % page_size] = np.pad(kv[at], ((0, 0), (0, 0), (0, pad)))
     kv_len = np.array(lengths, np.int32)
     attend = partial(
-        paged_attention, num_pages=num_pages, scale_factor=0.125, window=window, softcap=0.0, backend="xla"
+        paged_attention, num_pages=num_pages, scale_factor=0.125, window=window, softcap=0.0, backend=backend
     )
     out = jax.jit(attend)(q, data, None, 0, table, kv_len, np.minimum(kv_len, queries))
     return np.asarray(out)[0]
@@ -40,9 +48,12 @@ def attend_first_row(
 
 @pytest.mark.parametrize("window", [0, 100])
 @pytest.mark.parametrize("queries", [1, 4])
-def test_mates_page_size_and_page_ids_change_no_bit(queries: int, window: int) -> None:
+@pytest.mark.parametrize("backend", ["xla", "native"])
+def test_mates_page_size_and_page_ids_change_no_bit(backend: str, queries: int, window: int) -> None:
     """One compiled shape per page size: the bits are equal, not merely close."""
-    run = partial(attend_first_row, queries=queries, window=window)
+    if reason := NOT_RUN.get(backend, {}).get("any"):
+        pytest.skip(reason)
+    run = partial(attend_first_row, queries=queries, window=window, backend=backend)
     want = run([LENGTH] + [40] * 7)
     for seed, mates in enumerate(([600] * 7, [0] * 7, [600, 0, 50, 334, 333, 100, 590]), 2):
         np.testing.assert_array_equal(run([LENGTH, *mates], seed=seed), want)
@@ -50,8 +61,11 @@ def test_mates_page_size_and_page_ids_change_no_bit(queries: int, window: int) -
         np.testing.assert_array_equal(run([LENGTH] + [500] * 7, page_size=page_size, seed=9), want)
 
 
-def test_a_padded_head_dim_of_the_pool_changes_nothing() -> None:
-    run = partial(attend_first_row, [LENGTH, 70], queries=1)
+@pytest.mark.parametrize("backend", ["xla", "native"])
+def test_a_padded_head_dim_of_the_pool_changes_nothing(backend: str) -> None:
+    if reason := NOT_RUN.get(backend, {}).get("any"):
+        pytest.skip(reason)
+    run = partial(attend_first_row, [LENGTH, 70], queries=1, backend=backend)
     np.testing.assert_allclose(run(pad=64), run(), rtol=0, atol=1e-6)
 
 

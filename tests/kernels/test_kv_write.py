@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from importlib.util import find_spec
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,15 @@ import pytest
 from pallas_kernels import IMPLEMENTATIONS, kv_write
 from pallas_kernels.kv_write.narrow import narrow
 
+EVERY_DTYPE = sorted(IMPLEMENTATIONS["kv_write"].keys() - {"native"})
+NATIVE = pytest.param(
+    "native",
+    marks=pytest.mark.skipif(
+        find_spec("llvmlite") is None, reason="native is written with llvmlite, which is not installed"
+    ),
+)
+BACKENDS = [*EVERY_DTYPE, NATIVE]
+
 L, NP, K, T, H, R, Q = 2, 9, 3, 16, 8, 3, 5
 TABLE = np.array([[3, 1, 0, 0], [4, 5, 6, 0], [7, 8, 0, 0]], np.int32)
 POSITIONS = np.array([[14, 15, 16, 17, 0], [40, 0, 0, 0, 0], [0, 0, 0, 0, 0]], np.int32)
@@ -19,7 +29,7 @@ VALID = np.array([[True] * 4 + [False], [True] + [False] * 4, [False] * 5])
 
 
 @pytest.mark.parametrize("layer", [0, 1])
-@pytest.mark.parametrize("backend", sorted(IMPLEMENTATIONS["kv_write"]))
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_only_the_valid_positions_are_written(backend: str, layer: int) -> None:
     rng = np.random.default_rng(0)
     data = rng.standard_normal((L * NP, 2, K, T, H)).astype(np.float32)
@@ -37,13 +47,14 @@ def test_only_the_valid_positions_are_written(backend: str, layer: int) -> None:
         np.testing.assert_array_equal(got[page], want[page])
 
 
-def test_the_pool_is_written_in_place() -> None:
+@pytest.mark.parametrize("backend", ["xla", NATIVE])
+def test_the_pool_is_written_in_place(backend: str) -> None:
     """Donated, the pool is the output: no copy of it in the program."""
     data = jnp.zeros((L * 500, 2, K, T, H), jnp.float32)
     k = jnp.zeros((R, Q, K, H), jnp.float32)
 
     def write(data, k, table, positions, valid):
-        return kv_write(data, None, jnp.int32(1), k, k, table, positions, valid, num_pages=500)[0]
+        return kv_write(data, None, jnp.int32(1), k, k, table, positions, valid, num_pages=500, backend=backend)[0]
 
     compiled = jax.jit(write, donate_argnums=0).lower(data, k, TABLE, POSITIONS, VALID).compile()
     analysis = compiled.memory_analysis()
@@ -52,7 +63,7 @@ def test_the_pool_is_written_in_place() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
-@pytest.mark.parametrize("backend", sorted(IMPLEMENTATIONS["kv_write"]))
+@pytest.mark.parametrize("backend", EVERY_DTYPE)
 def test_an_8_bit_pool_holds_what_was_written_to_the_nearest_step(backend: str, dtype: str) -> None:
     """Steps of a vector's own: for int8 its largest number / 127, for e4m3 a sixteenth of each number, or the smallest
     of all (2 ** -9 of 448) where that is larger."""
