@@ -12,7 +12,8 @@ from typing import Literal, get_args
 Accelerator = Literal["auto", "cpu", "gpu", "tpu"]
 DTypeName = Literal["auto", "float32", "bfloat16"]
 KVDTypeName = Literal["auto", "float32", "bfloat16", "float8_e4m3fn", "int8"]
-AttentionBackend = Literal["auto", "xla", "pallas_tpu", "pallas_triton", "pallas_mosaic_gpu", "reference"]
+AttentionBackend = Literal["auto", "native", "xla", "pallas_tpu", "pallas_triton", "pallas_mosaic_gpu", "reference"]
+MatmulBackend = Literal["auto", "native", "xla"]
 
 KV_8_BITS = ("float8_e4m3fn", "int8")
 MAX_DRAFTS = 15  # a verify row then has 16 queries, the most a decode kernel is made for
@@ -34,6 +35,9 @@ class EngineConfig:
     tensor_parallel: int = option(1, "devices to split every layer over", "model")
     attention_backend: AttentionBackend = option(
         "auto", "paged attention implementation; auto = the device's kernel where it serves, else xla", "model"
+    )
+    matmul_backend: MatmulBackend = option(
+        "auto", "products with float32 weights; auto = on one cpu native where it is installed, else xla", "model"
     )
     seed: int | None = option(None, "of the host's generator that seeds unseeded requests", "model")
 
@@ -82,6 +86,7 @@ class EngineConfig:
             ("dtype", DTypeName),
             ("kv_dtype", KVDTypeName),
             ("attention_backend", AttentionBackend),
+            ("matmul_backend", MatmulBackend),
         ):
             if getattr(self, name) not in get_args(choices):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be one of {', '.join(get_args(choices))}")

@@ -11,7 +11,7 @@ from jaxserve.device.attention import why_not
 from jaxserve.device.draft_model import OtherWidth, SecondModel
 from jaxserve.device.steps import Params
 from jaxserve.models.decoder import Decoder
-from jaxserve.models.loading import load_params
+from jaxserve.models.loading import load_params, pack_matrices
 from jaxserve.models.tree import make_model
 from jaxserve.text import Tokenizer, load_tokenizer
 from jaxserve.text.difference import first_difference
@@ -19,20 +19,24 @@ from jaxserve.text.difference import first_difference
 
 def load_draft_model(
     reference: str, config: EngineConfig, *, target: Decoder, tokenizer: Tokenizer, max_len: int, mesh: Mesh,
-    backend: str,
+    backend: str, matmul: str,
 ) -> SecondModel:  # fmt: skip
-    """The model of a reference, in the target's dtype, on its mesh, with its attention.  `tokenizer`: the target's.
+    """The model of a reference, in the target's dtype, on its mesh, with its attention and products.  `tokenizer`: the
+    target's.
 
     Raises ValueError naming the draft and what is wrong with it."""
     try:
-        return _load(reference, config, target=target, tokenizer=tokenizer, max_len=max_len, mesh=mesh, backend=backend)
+        return _load(
+            reference, config, target=target, tokenizer=tokenizer, max_len=max_len, mesh=mesh, backend=backend,
+            matmul=matmul,
+        )  # fmt: skip
     except ValueError as error:
         raise ValueError(f"draft='model:{reference}': {error}") from None
 
 
 def _load(
     reference: str, config: EngineConfig, *, target: Decoder, tokenizer: Tokenizer, max_len: int, mesh: Mesh,
-    backend: str,
+    backend: str, matmul: str,
 ) -> SecondModel:  # fmt: skip
     files = resolve(reference)
     described = make_model(open_checkpoint(files).config, dtype=target.dtype, tensor_parallel=mesh.size)
@@ -41,6 +45,8 @@ def _load(
     if difference:
         raise ValueError(f"it does not have the model's vocabulary: {difference}")
     model, params = load_params(files, dtype=target.dtype, mesh=mesh)
+    if matmul == "native":
+        params = pack_matrices(model, params)
     return as_draft(model, params, target)
 
 

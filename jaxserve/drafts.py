@@ -35,7 +35,7 @@ def _ngram(detail: str, model: Decoder, load: Load) -> Draft:
 
 def _self(detail: str, model: Decoder, load: Load) -> Draft:
     if detail in ("int8", "int4"):
-        return QuantisedSelf(model, int(detail[3:]), _matrices(model))
+        return QuantisedSelf(model, int(detail[3:]), model.matrices())
     what, _, number = detail.partition("=")
     if what != "layers" or not number.isdigit():
         raise ValueError(f"draft='self:{detail}' must be self:int8, self:int4 or self:layers=N")
@@ -45,19 +45,6 @@ def _self(detail: str, model: Decoder, load: Load) -> Draft:
             f"draft='self:{detail}': the model has {all_layers} layers, a draft 1 to {all_layers - 1} of them"
         )
     return FirstLayers(model.first_layers(layers))
-
-
-def _matrices(model: Decoder) -> tuple[tuple[str, int], ...]:
-    """Path of every matrix that `quant.matmul` multiplies by, and which axis of it holds the inputs."""
-    found = []
-    for path, weight in model.weights().items():
-        if len(weight.shape) < 2 or "embed" not in weight.axes:
-            continue  # norms, biases
-        if path.startswith("blocks/"):
-            found.append((path, 0))
-        elif path == "outer/head" or model.config.is_tied:
-            found.append((path, 1))
-    return tuple(found)
 
 
 def _model(detail: str, model: Decoder, load: Load) -> Draft:

@@ -6,6 +6,7 @@ the flag and the numbers."""
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -34,7 +35,7 @@ from jaxserve.draft_model import load_draft_model
 from jaxserve.drafts import make_draft
 from jaxserve.engine import Engine, ModelInfo
 from jaxserve.models.decoder import Decoder
-from jaxserve.models.loading import load_params
+from jaxserve.models.loading import load_params, pack_matrices
 from jaxserve.models.tree import make_model
 from jaxserve.programs import compile_counter
 from jaxserve.runner import Runner
@@ -42,8 +43,9 @@ from jaxserve.steptimes import measure_steps
 from jaxserve.text import load_tokenizer
 
 DEFAULT_MAX_LEN = 8192
+NEEDS_LLVMLITE = "it needs llvmlite: pip install 'jaxserve[cpu]'"
 PLATFORMS = {"cpu": "cpu", "gpu": "cuda", "tpu": "tpu"}
-KERNELS = {"tpu": "pallas_tpu", "gpu": "pallas_triton"}  # what --attention-backend=auto tries first
+KERNELS = {"cpu": "native", "tpu": "pallas_tpu", "gpu": "pallas_triton"}  # what --attention-backend=auto tries first
 
 
 def load_engine(config: EngineConfig, *, console: Console | None = None) -> Engine:
@@ -58,12 +60,15 @@ def load_engine(config: EngineConfig, *, console: Console | None = None) -> Engi
     files = resolve(config.model)
     described = make_model(open_checkpoint(files).config, dtype=dtype, tensor_parallel=mesh.size)
     backend, reason = choose_attention(config, model=described, mesh=mesh)
+    matmul, matmul_reason = choose_matmul(config, dtype=dtype, mesh=mesh)
     tokenizer = load_tokenizer(files)
     model, params = load_params(files, dtype=dtype, mesh=mesh)
     load_second = partial(
         load_draft_model, config=config, target=model, tokenizer=tokenizer, max_len=max_len_of(config, model), mesh=mesh,
-        backend=backend,
+        backend=backend, matmul=matmul,
     )  # fmt: skip
+    if matmul == "native":
+        params = pack_matrices(model, params)
     draft = make_draft(config.draft, model, load_second)
     loaded = time.perf_counter()
     catalogue = plan_memory(config, model=model, params=params, draft=draft, mesh=mesh, backend=backend)
@@ -80,13 +85,13 @@ def load_engine(config: EngineConfig, *, console: Console | None = None) -> Engi
         dtype=dtype,
         device=f"{mesh.size} x {devices[0].device_kind}",
         attention_backend=backend,
-        parameters=sum(leaf.size for leaf in jax.tree.leaves(params)),
+        parameters=sum(math.prod(weight.shape) * len(model.copies(path)) for path, weight in model.weights().items()),
         pool_tokens=scheduler.pool_tokens,
     )
     misses = compile_counter().cache_misses - misses
     _tell(
-        console, runner, info, scheduler, reason=reason, loading=loaded - began,
-        warming=time.perf_counter() - loaded, misses=misses,
+        console, runner, info, scheduler, reason=f"{reason}), products {matmul} ({matmul_reason}",
+        loading=loaded - began, warming=time.perf_counter() - loaded, misses=misses,
     )  # fmt: skip
     return Engine(config, runner=runner, scheduler_config=scheduler, tokenizer=tokenizer, info=info)
 
@@ -113,6 +118,8 @@ def choose_attention(config: EngineConfig, *, model: Decoder, mesh: Mesh) -> tup
     Raises ValueError when the one that is asked for cannot serve this model here."""
 
     def refusal(backend: str) -> str | None:
+        if backend == "native" and not has_llvmlite():
+            return NEEDS_LLVMLITE
         return why_not(
             backend, shape=model.shape, softcap=model.config.attention_softcap, dtype=model.dtype,
             kv_dtype=config.kv_dtype_for(model.dtype), page_size=config.page_size, queries=config.prefill_chunk, mesh=mesh,
@@ -134,6 +141,29 @@ def choose_attention(config: EngineConfig, *, model: Decoder, mesh: Mesh) -> tup
         return "xla", f"no kernel for the platform {platform}"
     refused = refusal(kernel)
     return ("xla", f"{kernel} cannot serve here: {refused}") if refused else (kernel, f"the kernel for {platform}")
+
+
+def choose_matmul(config: EngineConfig, *, dtype: str, mesh: Mesh) -> tuple[str, str]:
+    """-> what multiplies by the weights, and why that.  Raises ValueError when what is asked for cannot serve here."""
+    platform = mesh.devices.flat[0].platform
+    if platform != "cpu" or mesh.size > 1:
+        refused = f"native runs on one cpu device, this is {mesh.size} x {platform}"
+    elif dtype != "float32":
+        refused = f"native multiplies float32 weights, these are {dtype}"
+    elif not has_llvmlite():
+        refused = NEEDS_LLVMLITE
+    else:
+        refused = None
+    asked = config.matmul_backend
+    if asked == "native" and refused:
+        raise ValueError(f"matmul_backend='native' cannot serve here: {refused}")
+    if asked != "auto":
+        return asked, "as asked"
+    return ("xla", refused) if refused else ("native", "the kernel for cpu")
+
+
+def has_llvmlite() -> bool:
+    return importlib.util.find_spec("llvmlite") is not None
 
 
 def use_compile_cache(folder: str) -> None:

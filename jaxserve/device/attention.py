@@ -26,7 +26,12 @@ HEADS = Spec(None, None, "tp", None)  # q, k, v [R, Q, heads, H]
 POOL = Spec(None, None, "tp", None, None)  # data [L * NP, 2, K, T, H']
 POOL_SCALE = Spec(None, None, "tp", None)  # scale [L * NP, 2, K, T]
 TPU_LANES = 128
-PLATFORM_OF = {"pallas_tpu": "tpu", "pallas_triton": "gpu", "pallas_mosaic_gpu": "gpu"}  # the others run anywhere
+PLATFORM_OF = {
+    "native": "cpu",
+    "pallas_tpu": "tpu",
+    "pallas_triton": "gpu",
+    "pallas_mosaic_gpu": "gpu",
+}  # the others run anywhere
 
 
 def pool_sharding(pool: KVPool, mesh: Mesh) -> KVPool:
@@ -55,8 +60,9 @@ def make_attend(inputs: StepInputs, *, backend: str, mesh: Mesh) -> Attend:
         valid = jax.lax.broadcasted_iota("int32", positions.shape, 1) < q_len[:, None]
         with jax.named_scope("kv_write"):
             data, narrow_scale = kv_write(
-                data, narrow_scale, layer, k, v, page_table, positions, valid, num_pages=pages
-            )
+                data, narrow_scale, layer, k, v, page_table, positions, valid, num_pages=pages,
+                backend="native" if backend == "native" else "xla",
+            )  # fmt: skip
         with jax.named_scope("paged_attention"):
             out = paged_attention(
                 q, data, narrow_scale, layer, page_table, kv_len, q_len, num_pages=pages, scale_factor=scale,

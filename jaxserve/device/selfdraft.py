@@ -12,6 +12,7 @@ from jaxserve.device.sharding import abstract, local_bytes
 from jaxserve.device.speculate import Proposed, roll_out
 from jaxserve.device.state import KVPool, SlotState
 from jaxserve.device.steps import Model, Params
+from jaxserve.quant.panels import holds_panels, of_layer
 from jaxserve.quant.qtensor import QTensor, quantise
 
 
@@ -27,6 +28,8 @@ class QuantisedSelf:
 
     def weights(self, params: Params) -> Params:
         made = {"outer": dict(params["outer"]), "blocks": params["blocks"]}
+        if holds_panels(made["blocks"]):
+            made["blocks"] = [of_layer(made["blocks"], layer) for layer in range(self.model.shape.layers)]
         for path, axis in self.matrices:
             top, *keys = path.split("/")
             blocks = made[top]

@@ -24,6 +24,7 @@ from jaxserve.device.sampling import DRAWN_WIDTH, pack_drawn
 from jaxserve.device.sharding import abstract, local_bytes
 from jaxserve.device.state import KVPool, RowFlag, SlotState
 from jaxserve.device.steps import Forwarded, Model, Params, place
+from jaxserve.quant.panels import holds_panels
 
 
 @struct.dataclass
@@ -121,16 +122,20 @@ class FirstLayers:
     def weights(self, params: Params) -> Params:
         layers = self.model.shape.layers
         blocks = params["blocks"]
-        # A stacked tree is cut once, at start; a list shares the target's arrays.
-        first = blocks[:layers] if isinstance(blocks, list) else jax.tree.map(lambda leaf: _cut(leaf, layers), blocks)
-        return {"outer": params["outer"], "blocks": first}
+        # A stacked tree is cut once, at start; a list and panels share the target's arrays.
+        if isinstance(blocks, list):
+            blocks = blocks[:layers]
+        elif not holds_panels(blocks):
+            blocks = jax.tree.map(lambda leaf: _cut(leaf, layers), blocks)
+        return {"outer": params["outer"], "blocks": blocks}
 
     def describe(self, params: Params) -> Params:
         # Of the arrays themselves: how a part of stacked weights lies in memory is known once it is cut.
         return jax.tree.map(abstract, self.weights(params))
 
     def own_bytes(self, params: Params) -> int:
-        return 0 if isinstance(params["blocks"], list) else local_bytes(self.describe(params)["blocks"])
+        blocks = params["blocks"]
+        return 0 if isinstance(blocks, list) or holds_panels(blocks) else local_bytes(self.describe(params)["blocks"])
 
     def propose(
         self, params: Params, pool: KVPool, slots: SlotState, packed: Array, *, drafts: int, backend: str, mesh: Mesh

@@ -22,6 +22,7 @@ from jaxserve.models.layers import Attend, LayerIndex, Norm, parameter, softcap
 from jaxserve.models.names import Parts
 from jaxserve.models.rope import rope_tables
 from jaxserve.quant import matmul, take_rows
+from jaxserve.quant.panels import holds_panels, of_layer
 
 DTYPES = ("float32", "bfloat16")  # of weights
 Layout = Literal["list", "stacked"]
@@ -64,8 +65,11 @@ def for_layers(
     """Run every layer.  `index` holds numpy [L] fields.
 
     A list of per-layer trees is a Python loop over one jitted body (traced once; a scan would copy every weight slice
-    on CPU and GPU); a stacked tree is a scan (an unrolled step compiles for minutes on TPU).
+    on CPU and GPU); so is a tree that holds panels, which are never sliced; another stacked tree is a scan (an unrolled
+    step compiles for minutes on TPU).
     """
+    if holds_panels(blocks):
+        blocks = [of_layer(blocks, layer) for layer in index.layer.tolist()]
     if isinstance(blocks, list):
         body = jax.jit(block)
         for i, weights in enumerate(blocks):
@@ -126,6 +130,18 @@ class Decoder:
     def copies(self, path: str) -> range:
         """The layers a weight is there for; a single one for what stands outside of them."""
         return range(self.config.layers if path.startswith("blocks/") else 1)
+
+    def matrices(self) -> tuple[tuple[str, int], ...]:
+        """Path of every matrix that `quant.matmul` multiplies by, and which axis of it (in one layer) holds the inputs."""
+        found = []
+        for path, weight in self.weights().items():
+            if len(weight.shape) < 2 or "embed" not in weight.axes:
+                continue  # norms, biases
+            if path.startswith("blocks/"):
+                found.append((path, 0))
+            elif path == "outer/head" or self.config.is_tied:
+                found.append((path, 1))
+        return tuple(found)
 
     def forward(
         self, params: Params, tokens: Array, positions: Array, pool: KVPool, attend: Attend

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -18,6 +19,7 @@ from jaxserve.models.decoder import Decoder, Layout, Params, Weight
 from jaxserve.models.names import Part, Parts
 from jaxserve.models.saved import load_saved
 from jaxserve.models.tree import layout_for, make_model, to_tree
+from jaxserve.quant.panels import Panels, pack
 
 MAX_LISTED = 12  # names in an error
 Progress = Callable[[int, int], None]  # (bytes placed, bytes in all)
@@ -33,6 +35,28 @@ def load_params(
     if files.kind == "orbax":
         return load_saved(OrbaxStore(files.path), dtype=dtype, mesh=mesh, layout=layout)
     return load_model(open_checkpoint(files), dtype=dtype, mesh=mesh, layout=layout, progress=progress)
+
+
+def pack_matrices(model: Decoder, params: Params) -> Params:
+    """The same weights for the native product: every matrix in `Panels`, all layers in one tree.  Takes the blocks of
+    `params` (a list) apart as it goes: no more than one weight is there twice."""
+    axes = dict(model.matrices())
+    leaves: dict[str, jax.Array | Panels] = {}
+    for path in model.weights():
+        top, *keys = path.split("/")
+        nodes = params[top] if top == "blocks" else [params[top]]
+        weights = [_pop(node, keys) for node in nodes]
+        if path in axes:
+            leaves[path] = pack(weights, input_axis=axes[path])
+        else:
+            leaves[path] = jnp.stack(weights) if top == "blocks" else weights[0]
+    return to_tree(leaves, model.config.layers)
+
+
+def _pop(node: Params, keys: Sequence[str]) -> jax.Array:
+    for key in keys[:-1]:
+        node = node[key]
+    return node.pop(keys[-1])
 
 
 def load_model(

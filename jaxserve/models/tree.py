@@ -12,8 +12,9 @@ from jax.sharding import Mesh
 from jaxserve.device.sharding import weight_format
 from jaxserve.models import MODELS
 from jaxserve.models.decoder import DTYPES, Decoder, Layout, Params
+from jaxserve.quant.panels import Panels
 
-Leaf = TypeVar("Leaf", jax.Array, jax.ShapeDtypeStruct)
+Leaf = TypeVar("Leaf", bound=jax.Array | jax.ShapeDtypeStruct | Panels)
 
 
 def make_model(hf: Mapping, *, dtype: str, tensor_parallel: int) -> Decoder:

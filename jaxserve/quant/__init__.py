@@ -1,6 +1,6 @@
 """The one door between activations and weight matrices: every weight is read here and nowhere else.
 
-A weight is an array or a QTensor (`jaxserve.quant.qtensor`); no model knows which."""
+A weight is an array, Panels (`jaxserve.quant.panels`) or a QTensor (`jaxserve.quant.qtensor`); no model knows which."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array, lax
 
+from jaxserve.quant.panels import Panels, multiply_panels, take_columns
 from jaxserve.quant.qtensor import QTensor, multiply
 
 
@@ -18,6 +19,8 @@ def matmul(x: Array, weight: nnx.Variable, *, is_transposed: bool = False) -> Ar
     w = weight.get_value()
     if isinstance(w, QTensor):
         return multiply(x, w)
+    if isinstance(w, Panels):
+        return multiply_panels(x, w)
     x = x.astype(w.dtype)
     if not is_transposed:
         return _dot(x, w, ((x.ndim - 1,), (0,)))
@@ -30,6 +33,8 @@ def matmul(x: Array, weight: nnx.Variable, *, is_transposed: bool = False) -> Ar
 def take_rows(weight: nnx.Variable, ids: Array) -> Array:
     """Rows of an embedding [V, D].  ids: [...] int32 in [0, V) -> [..., D]."""
     w = weight.get_value()
+    if isinstance(w, Panels):
+        return take_columns(w, ids)
     if not isinstance(w, QTensor):
         return w.at[ids].get(mode="clip")
     rows = replace(w, values=w.values.at[ids].get(mode="clip"), scale=w.scale.at[ids].get(mode="clip"))

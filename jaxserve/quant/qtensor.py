@@ -15,6 +15,8 @@ from flax import struct
 from jax import Array, lax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxserve.quant.panels import Panels
+
 CPU_ROWS = 2  # a product of one row of 8-bit numbers takes a slow path of XLA's CPU backend
 
 
@@ -34,14 +36,15 @@ class QTensor:
         return jnp.stack(_even_and_odd(self.values), axis=-1).reshape(*self.values.shape[:-1], -1)
 
 
-def quantise(weight: Array | jax.ShapeDtypeStruct, bits: int, *, input_axis: int) -> QTensor:
-    """weight [.., I, ..] float32 or bfloat16 with I at `input_axis` -> 8 or 4 bits, placed as the weight is.
+def quantise(weight: Array | jax.ShapeDtypeStruct | Panels, bits: int, *, input_axis: int) -> QTensor:
+    """weight [.., I, ..] float32 or bfloat16 with I at `input_axis`, or in panels -> 8 or 4 bits, placed as the weight is.
 
     Every number is off by half a scale at the most; a scale is the output's largest magnitude over 127 or 7.  Of a
     ShapeDtypeStruct: the same, described.  Raises ValueError when 4 bits meet an odd I."""
+    if isinstance(weight, Panels):
+        return _quantise_panels(weight, bits)
     axis = input_axis % weight.ndim
-    if bits == 4 and weight.shape[axis] % 2:
-        raise ValueError(f"a weight {weight.shape} with {weight.shape[axis]} inputs cannot be packed two a byte")
+    _check_pairs(weight.shape[axis], bits)
     make, sharding = partial(_quantise, bits=bits, axis=axis), weight.sharding
     if not isinstance(sharding, NamedSharding):
         return jax.jit(make)(weight)
@@ -53,6 +56,26 @@ def quantise(weight: Array | jax.ShapeDtypeStruct, bits: int, *, input_axis: int
     if isinstance(weight, jax.ShapeDtypeStruct):
         return jax.tree.map(lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at), shapes, where)
     return jax.jit(make, out_shardings=where)(weight)
+
+
+def _quantise_panels(weight: Panels, bits: int) -> QTensor:
+    """Panels live on one device."""
+    _check_pairs(weight.values.shape[-2], bits)
+
+    def make(weight: Panels) -> QTensor:
+        return _quantise(weight.unpacked(), bits=bits, axis=len(weight.outputs))
+
+    if not isinstance(weight.values, jax.ShapeDtypeStruct):
+        return jax.jit(make)(weight)
+    where = weight.values.sharding
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where), jax.eval_shape(make, weight)
+    )
+
+
+def _check_pairs(inputs: int, bits: int) -> None:
+    if bits == 4 and inputs % 2:
+        raise ValueError(f"a weight with {inputs} inputs cannot be packed two a byte")
 
 
 def multiply(x: Array, weight: QTensor) -> Array:

@@ -14,7 +14,7 @@ from checkpoints.hub import resolve
 from jaxserve.catalogue import Catalogue
 from jaxserve.config import EngineConfig, SchedulerConfig
 from jaxserve.device.sharding import make_mesh
-from jaxserve.models.loading import load_params
+from jaxserve.models.loading import load_params, pack_matrices
 from jaxserve.request import SamplingParams
 from jaxserve.runner import Runner
 from jaxserve.sched.plan import Call, Plan, Row, SlotLoad
@@ -30,21 +30,25 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("steps") / "tiny")
 
 
-def make_runner(folder: Path, tensor_parallel: int = 1) -> Runner:
+def make_runner(folder: Path, tensor_parallel: int = 1, backend: str = "xla") -> Runner:
     mesh = make_mesh(jax.devices(), tensor_parallel)
     model, params = load_params(resolve(str(folder)), dtype="float32", mesh=mesh)
+    if backend == "native":
+        params = pack_matrices(model, params)
     scheduler = SchedulerConfig(
         slots=3, page_size=T, num_pages=NP, max_len=256, queue_limit=8, decode_buckets=(ROWS,),
         prefill_buckets=((ROWS, CHUNK),),
     )  # fmt: skip
-    runner = Runner(params, Catalogue.of(model, scheduler, EngineConfig(slots=3), mesh=mesh, backend="xla"))
+    runner = Runner(params, Catalogue.of(model, scheduler, EngineConfig(slots=3), mesh=mesh, backend=backend))
     runner.warm_up()
     return runner
 
 
-@pytest.fixture(scope="module")
-def runner(folder: Path) -> Runner:
-    return make_runner(folder)
+@pytest.fixture(scope="module", params=["xla", "native"])
+def runner(folder: Path, request: pytest.FixtureRequest) -> Runner:
+    if request.param == "native":
+        pytest.importorskip("llvmlite", reason="the native kernels are written with llvmlite, which is not installed")
+    return make_runner(folder, backend=request.param)
 
 
 def load(slot: int, tokens=PROMPT, *, limit: int = 96, **fields) -> SlotLoad:

@@ -48,6 +48,12 @@ def test_batch_matches_single(llm: LLM, plain) -> None:
     assert_same(llm.generate(prompts(LENGTHS), GREEDY), plain)
 
 
+def test_the_portable_backends_give_the_same_tokens(engines: Engines, plain) -> None:
+    """Where `auto` takes the native kernels, as here if they are installed: XLA's own products and attention."""
+    llm = engines(matmul_backend="xla", attention_backend="xla")
+    assert_same(llm.generate(prompts(LENGTHS), GREEDY), plain)
+
+
 def test_row_order_changes_no_token(llm: LLM, plain) -> None:
     got = llm.generate(prompts(LENGTHS)[::-1], GREEDY)
     assert_same(got[::-1], plain)
