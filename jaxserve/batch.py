@@ -76,15 +76,27 @@ def _padded(values, width: int, fill: int) -> np.ndarray:
     return out
 
 
-def pack_call(call: Call, flags: Mapping[int, int], *, scrap_slot: int, columns: int, num_pages: int) -> np.ndarray:
+def pack_call(
+    call: Call, flags: Mapping[int, int], *, scrap_slot: int, columns: int, num_pages: int,
+    last: tuple[Call, np.ndarray] | None = None,
+) -> np.ndarray:  # fmt: skip
     """One call's rows -> [rows_bucket, HEAD + P] int32; missing rows are inert and name the scrap slot.
 
-    flags: slot -> `sampler_flags` of its owner."""
-    packed = np.zeros((call.rows_bucket, HEAD + columns), np.int32)
-    packed[len(call.rows) :, 0] = scrap_slot
-    for i, row in enumerate(call.rows):
+    flags: slot -> `sampler_flags` of its owner.  last: a call and what was packed of it; rows that are the very same are
+    not packed again, and when all are, its array is this call's too."""
+    changed = list(enumerate(call.rows))
+    if last and last[0].rows_bucket == call.rows_bucket and len(last[0].rows) == len(call.rows):
+        changed = [(i, row) for (i, row), before in zip(changed, last[0].rows, strict=True) if row is not before]
+        if not changed:
+            return last[1]
+        packed = last[1].copy()
+    else:
+        packed = np.zeros((call.rows_bucket, HEAD + columns), np.int32)
+        packed[len(call.rows) :, 0] = scrap_slot
+    for i, row in changed:
         packed[i, :HEAD] = row.slot, row.q_len, row.start, _row_flags(row, flags[row.slot])
         packed[i, HEAD : HEAD + len(row.pages)] = row.pages
+        packed[i, HEAD + len(row.pages) :] = 0
     pages = packed[:, HEAD:]
     assert packed.dtype == INT32 and pages.min() >= 0 and pages.max() < num_pages, "page id outside the pool"
     return packed

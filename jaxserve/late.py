@@ -5,7 +5,6 @@ Both follow a sequence's read output, so a dropped or preempted row needs no und
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 from jaxserve.request import Chunk, FinishReason, MaskError, Request, TokenMask
 from jaxserve.sched.plan import Cut, Outcome, Plan
@@ -33,9 +32,11 @@ class StopStrings:
             if not drawn.token_ids or drawn.is_nan:
                 continue
             sequence = scheduler.current(row)
-            if sequence is None or not sequence.request.params.stop:
+            if sequence is None:
                 continue
             params = sequence.request.params
+            if not params.stop:
+                continue
             key = (sequence.request.id, sequence.index)
             decoder = self._decoders.get(key) or self._open(key, sequence.request)
             ending = sequence.ending(drawn.token_ids, None)
@@ -59,7 +60,8 @@ class StopStrings:
             del self._decoders[key]
             if not (chunk.finish_reason is FinishReason.STOP and isinstance(chunk.stop_reason, str)):
                 text += decoder.flush()
-        return replace(chunk, text=text)
+        chunk.text = text
+        return chunk
 
     def _open(self, key: Key, request: Request) -> Detokenizer:
         params = request.params

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from jaxserve.request import Chunk, FinishReason, Request, Times
 from jaxserve.sched.counters import SchedulerLoad
@@ -188,4 +188,5 @@ class Meter:
             if tokens > 1 and life.first_token is not None:
                 self.time_per_output_token.observe((life.last_token - life.first_token) / (tokens - 1))
         times = Times(arrived=life.arrived, admitted=life.admitted, first_token=life.first_token, ended=now)
-        return replace(chunk, times=times)
+        chunk.times = times
+        return chunk

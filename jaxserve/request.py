@@ -234,7 +234,7 @@ class Times:
     ended: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)  # not frozen: one a row and step is made, and the loop fills it in
 class Chunk:
     """What one step added to one sequence.  `text` is None until it has been decoded (plain rows are decoded by the
     reader, rows with stop strings by the loop); `usage`, `times` and `finish_reason` come once, in the last chunk."""

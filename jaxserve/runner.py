@@ -80,6 +80,7 @@ class Runner:
         self._draft_params = catalogue.draft.weights(params) if catalogue.draft else {}
         self._no_mask: dict[tuple[int, int], Array] = {}  # (rows, positions) -> every id allowed
         self._flags: dict[int, int] = {}  # slot -> sampler flags of its owner
+        self._last_decode: tuple[Call, np.ndarray] | None = None  # with what was packed of it
 
     def warm_up(self) -> tuple[float, ...]:
         """Compile every program and run the largest of each kind.  -> seconds of each prefill bucket: two are measured,
@@ -130,7 +131,7 @@ class Runner:
             self._flags[load.slot] = batch.sampler_flags(load.params)
             self.slots = self.programs["load"](self.slots, batch.pack_load(load, self.catalogue.slot_shape))
         # Decode first: streaming rows should not wait for a prompt.
-        decode = self._forward(plan.decode, self._pack(plan.decode), is_decode=True) if plan.decode else None
+        decode = self._forward(plan.decode, self._pack_decode(plan.decode), is_decode=True) if plan.decode else None
         prefill = self._forward(plan.prefill, self._pack(plan.prefill), is_decode=False) if plan.prefill else None
         pending = Pending(plan, [call for call in (prefill, decode) if call])
         for call in reversed(pending.calls):
@@ -157,11 +158,16 @@ class Runner:
                 rows = {i: masks[row.sequence] for i, row in enumerate(call.call.rows) if row.sequence in masks}
                 self._sample(call, rows)
 
-    def _pack(self, call: Call) -> np.ndarray:
+    def _pack(self, call: Call, last: tuple[Call, np.ndarray] | None = None) -> np.ndarray:
         return batch.pack_call(
             call, self._flags, scrap_slot=self.scheduler.slots, columns=self.scheduler.pages_per_row,
-            num_pages=self.scheduler.num_pages,
+            num_pages=self.scheduler.num_pages, last=last,
         )  # fmt: skip
+
+    def _pack_decode(self, call: Call) -> np.ndarray:
+        packed = self._pack(call, self._last_decode)
+        self._last_decode = (call, packed)
+        return packed
 
     def _forward(self, call: Call, packed: np.ndarray, *, is_decode: bool) -> _PendingCall:
         if is_decode and call.queries > 1:

@@ -22,9 +22,12 @@ class DecodePlanner:
 
     def plan(self, now: float) -> Call | None:
         candidates = self._candidates()
-        is_level = any(drafts > 0 and self._is_level(sequence) for sequence, drafts in candidates)
-        wish = self.speculation.wish(candidates, is_level=is_level)
-        ready = self._with_queries(candidates, wish)
+        if self.config.num_drafts:
+            is_level = any(drafts > 0 and self._is_level(sequence) for sequence, drafts in candidates)
+            wish = self.speculation.wish(candidates, is_level=is_level)
+            ready = self._with_queries(candidates, wish)
+        else:
+            wish, ready = Wish(0), [(sequence, 1) for sequence, _ in candidates]
         if self._shortage(ready) > self.roster.pool.available:
             ready = self._make_room(now, wish)
         if not ready:

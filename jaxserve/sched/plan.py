@@ -86,7 +86,7 @@ class Plan:
         return any(row.masked for row in self.rows)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: one a row and step is made
 class RowOutcome:
     """What one row drew: no token (not the last chunk, inert), one, or up to K + 1."""
 

@@ -23,6 +23,9 @@ class Ending:
     stop_reason: int | str | None = None
 
 
+ALL_OF_ONE = Ending(1)
+
+
 @dataclass(slots=True)
 class Acceptance:
     """A moving estimate of the chance that a draft is right, given that those before it were."""
@@ -194,6 +197,8 @@ class SequenceState:
         """Which of a step's tokens count.  The earliest end wins; at one and the same token a stop string, whose text
         is cut already, goes before a stop id, and that before the limit."""
         length = self.length
+        if len(token_ids) == 1 and cut is None and token_ids[0] not in self.stop_ids and length + 1 < self.limit:
+            return ALL_OF_ONE  # nearly every row of nearly every step
         for count, token_id in enumerate(token_ids, start=1):
             if cut is not None and cut.keep <= count:
                 return Ending(cut.keep, FinishReason.STOP, cut.stop_reason)

@@ -21,7 +21,7 @@ class StopCut:
     stop: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: one a token is made
 class Piece:
     """What a call added to the text; empty while bytes or a possible stop are held back."""
 
@@ -52,7 +52,7 @@ class Detokenizer:
         self._token_bytes = tokenizer.token_bytes
         self._skipped = tokenizer.special_ids - shown_ids if skip_special else frozenset()
         # Holds an unfinished character back and replaces what can never become one, just as bytes.decode does.
-        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._strip_space = tokenizer.strips_leading_space
         self._matcher = StopMatcher(stop) if stop else None
         self._include_stop = include_stop
@@ -87,14 +87,22 @@ class Detokenizer:
 
     def flush(self) -> str:
         """The held-back tail, when the sequence ends without a stop string; an unfinished character becomes U+FFFD."""
-        tail = "" if self._is_cut else self._held + self._decode(b"", True)
+        tail = "" if self._is_cut else self._held + self._decoder.decode(b"", True)
         self._held = ""
         return tail
+
+    def _decoded(self, data: bytes) -> str:
+        if not self._decoder.buffer:
+            try:
+                return data.decode()  # whole characters, as nearly always: without the decoder, several times as fast
+            except UnicodeDecodeError:
+                pass
+        return self._decoder.decode(data)
 
     def _text_of(self, token_id: int) -> str:
         if token_id in self._skipped:
             return ""
-        text = self._decode(self._token_bytes(token_id))
+        text = self._decoded(self._token_bytes(token_id))
         if self._strip_space and text:
             self._strip_space = False
             return text.removeprefix(" ")

@@ -49,6 +49,8 @@ class StopMatcher:
         """Reads on.  Of the stops that end within `text`: where the one that begins first begins, relative to the start
         of `text` (negative when it began before), and which it is; of two that begin there, the longer."""
         state, root = self._state, self._root
+        if state is root and root.goto.keys().isdisjoint(text):
+            return None  # nearly every token: no stop begins in it
         found: tuple[int, str] | None = None
         for end, char in enumerate(text, 1):
             state = _step(state, char) or root
