@@ -155,10 +155,10 @@ class Code:
         kind = "f32" if a.type == FLOAT else f"v{self.lanes}f32"
         return self.build.call(intrinsic(self.module, f"llvm.fma.{kind}", a.type, [a.type] * 3), [a, b, c])
 
-    def prefetch(self, address: Value, *, into_level: int) -> None:
-        """Ask for a cache line that will be read soon: 1 = the nearest cache."""
+    def prefetch(self, address: Value) -> None:
+        """Ask for a cache line that will be read soon, and once a step: it need not push others out of the last cache."""
         function = intrinsic(self.module, "llvm.prefetch.p0", VOID, [ADDRESS, INT32, INT32, INT32])
-        kind = (number(0, INT32), number(4 - into_level, INT32), number(1, INT32))  # a read, how near, of data
+        kind = (number(0, INT32), number(0, INT32), number(1, INT32))  # a read, not kept, of data
         self.build.call(function, [self.build.bitcast(address, ADDRESS), *kind])
 
     def field(self, base: Value, offset: int, kind: ir.Type) -> Value:

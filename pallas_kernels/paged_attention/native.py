@@ -333,7 +333,7 @@ class _Attend:
                     products = []
                     for j in range(at_once):
                         offset = b.add(column, number((begin + j) * plan.head_dim))
-                        code.prefetch(code.at(fetch, offset), into_level=1)
+                        code.prefetch(code.at(fetch, offset))
                         key = self._load(code.at(keys, offset), tail)
                         products += [(key, line) for line in lines]
                     return [code.fma(key, line, total) for (key, line), total in zip(products, so_far, strict=True)]
@@ -438,7 +438,7 @@ class _Attend:
                 with code.loop(start, end, 1, [code.load_vector(place) for place in places]) as at:
                     row = code.times(at.index, plan.head_dim)
                     for column in columns:
-                        code.prefetch(code.at(fetch, b.add(row, number(column))), into_level=1)
+                        code.prefetch(code.at(fetch, b.add(row, number(column))))
                     loaded = [self._load(code.at(values, b.add(row, number(column))), column) for column in columns]
                     weight = [
                         code.splat(b.load(code.at(weights, b.add(at.index, number(i * GROUP)))))
@@ -462,7 +462,7 @@ class _Attend:
     def _prefetch(self, address: ir.Value) -> None:
         """As many positions as a register has lanes."""
         for i in range(0, self.plan.lanes * self.plan.head_dim, CACHE_LINE):
-            self.code.prefetch(self.code.at(address, i), into_level=1)
+            self.code.prefetch(self.code.at(address, i))
 
     def _place(self, line: ir.Value) -> ir.Value:
         """Of a line in q and out, from the head's first."""

@@ -94,7 +94,6 @@ class _Tiles:
         x, panel, out, row_stride, out_stride, inputs, ahead, first, columns = code.arguments
         b, lanes, width = code.build, code.lanes, VECTORS * code.lanes
         x_rows = [code.at(x, code.times(row_stride, i)) for i in range(rows)]
-        near = 1 if fetched == UNROLL and rows < self.rows else 2
 
         def multiply(index: ir.Value, panel_row: ir.Value, sums: list[ir.Value]) -> list[ir.Value]:
             weights = [code.load_vector(code.at(panel_row, j * lanes)) for j in range(VECTORS)]
@@ -108,7 +107,7 @@ class _Tiles:
             for i in range(UNROLL):
                 if i < fetched:
                     for j in range(VECTORS):
-                        code.prefetch(code.at(fetch, j * lanes), into_level=near)
+                        code.prefetch(code.at(fetch, j * lanes))
                     fetch = code.at(fetch, width)
                 sums = multiply(b.add(loop.index, number(i)), panel_row, sums)
                 panel_row = code.at(panel_row, width)
