@@ -42,6 +42,7 @@ class ServerProcess:
                 server.grpc, server.http = found.groups()
                 threading.Thread(target=server._read, daemon=True).start()
                 return server
+        server.process.stderr.close()
         raise RuntimeError(f"the server ended with {server.process.wait()}: {''.join(server.lines[-20:])}")
 
     def terminate(self, seconds: float = 60) -> int:
@@ -62,7 +63,8 @@ class ServerProcess:
 
     def _read(self) -> None:
         assert self.process.stderr is not None
-        self.lines.extend(self.process.stderr)
+        with self.process.stderr as stream:
+            self.lines.extend(stream)
 
     def _give_up(self) -> None:
         if not self.grpc:
