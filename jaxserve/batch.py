@@ -46,8 +46,7 @@ def pack_load(load: SlotLoad, shape: SlotShape) -> np.ndarray:
     params = load.params
     seed = np.array([load.seed], np.uint64).view(np.int32)  # low word, high word
     ints = {
-        "slot": load.slot, "length": len(load.tokens), "prompt_len": load.prompt_len, "limit": load.limit,
-        "min_len": load.min_len, "seed_low": seed[0], "seed_high": seed[1], "top_k": params.top_k,
+        "limit": load.limit, "min_len": load.min_len, "seed_low": seed[0], "seed_high": seed[1], "top_k": params.top_k,
     }  # fmt: skip
     floats = {
         "temperature": params.temperature, "top_p": params.top_p, "min_p": params.min_p,
@@ -56,6 +55,7 @@ def pack_load(load: SlotLoad, shape: SlotShape) -> np.ndarray:
     }  # fmt: skip
     biases = dict(params.logit_bias) | dict.fromkeys(params.banned_token_ids, -math.inf)
     parts = [
+        np.array([load.slot, len(load.tokens), load.prompt_len], np.int32),
         np.array([ints[name] for name in INTS], np.int32),
         np.array([floats[name] for name in FLOATS], np.float32).view(np.int32),
         _padded(load.stop_ids, shape.stop_ids, -1),
@@ -139,17 +139,22 @@ def read_drafts(call: Call, tokens: np.ndarray, count: np.ndarray) -> dict[int, 
 def read_call(call: Call, drawn: np.ndarray, scored: dict[int, np.ndarray]) -> list[RowOutcome]:
     """drawn [rows_bucket, DRAWN_WIDTH] int32 of `sample` and, for rows that asked, scored {row: [entries, SCORED_WIDTH]}
     -> outcomes."""
-    return _read_draws(call, drawn[:, None], [0] * len(call.rows), scored)
+    assert drawn.shape[1] == DRAWN_WIDTH
+    outcomes = []
+    for row, token, is_nan in zip(call.rows, drawn[:, 0].tolist(), drawn[:, 1].tolist(), strict=False):
+        outcomes.append(RowOutcome((token,), is_nan=is_nan > 0) if token >= 0 else RowOutcome())
+        if row.logprobs is not None and token >= 0:
+            words = drawn[len(outcomes) - 1, 2:]
+            outcomes[-1].logprobs = (_token_logprobs(token, words, row.logprobs),)
+    for i, entries in scored.items():
+        outcomes[i].prompt_logprobs = _read_scored(call.rows[i], entries)
+    return outcomes
 
 
 def read_verified(call: Call, drawn: np.ndarray) -> list[RowOutcome]:
     """drawn [rows_bucket, 1 + (K+1) * DRAWN_WIDTH] int32 of `accept` -> outcomes."""
-    return _read_draws(call, drawn[:, 1:].reshape(drawn.shape[0], -1, DRAWN_WIDTH), drawn[:, 0].tolist(), {})
-
-
-def _read_draws(call: Call, draws: np.ndarray, drafted: list[int], scored: dict[int, np.ndarray]) -> list[RowOutcome]:
-    """draws [rows_bucket, 1 or K+1, DRAWN_WIDTH] int32, each row's taken ones first; drafted: drafts verified by row."""
-    assert draws.shape[2] == DRAWN_WIDTH
+    drafted = drawn[:, 0].tolist()
+    draws = drawn[:, 1:].reshape(drawn.shape[0], -1, DRAWN_WIDTH)  # each row's taken ones first
     tokens = draws[:, :, 0].tolist()
     is_nan = draws[:, :, 1].tolist()
     outcomes = []
@@ -163,7 +168,6 @@ def _read_draws(call: Call, draws: np.ndarray, drafted: list[int], scored: dict[
             RowOutcome(
                 token_ids=token_ids,
                 logprobs=logprobs,
-                prompt_logprobs=_read_scored(row, scored[i]) if i in scored else None,
                 is_nan=any(is_nan[i][: len(token_ids)]),
                 drafted=drafted[i] if token_ids else 0,
             )

@@ -18,7 +18,7 @@ from jaxserve.device import speculate, steps
 from jaxserve.device.attention import pool_head_dim, pool_sharding
 from jaxserve.device.draft_model import SecondModel
 from jaxserve.device.sharding import abstract, local_bytes
-from jaxserve.device.slots import load_slot, load_width
+from jaxserve.device.slots import empty_slots, load_slot, load_width
 from jaxserve.device.speculate import Draft, Proposed
 from jaxserve.device.state import KVPool, SlotShape, SlotState
 from jaxserve.device.steps import HEAD, Model, Params
@@ -140,7 +140,7 @@ class Catalogue:
         return jax.jit(make, out_shardings=pool_sharding(jax.eval_shape(make), self.mesh))
 
     def _make_slots(self):
-        return jax.jit(partial(SlotState.empty, self.slot_shape), out_shardings=self.replicated)
+        return jax.jit(partial(empty_slots, self.slot_shape), out_shardings=self.replicated)
 
     def wanted(self, params: Params) -> Wanted:
         """Every program.  A program's outputs are pinned to what its consumer was compiled for."""
@@ -157,7 +157,7 @@ class Catalogue:
         options = COMPILER_OPTIONS.get(device.platform, {}) | COMPILER_OPTIONS.get(device.device_kind, {})
         jit = partial(jax.jit, compiler_options=options or None)
         forward_out = (replicated, pool_out)
-        load = jit(partial(load_slot, shape=self.slot_shape), donate_argnums=0, out_shardings=replicated)
+        load = jit(load_slot, donate_argnums=0, out_shardings=replicated)
         wanted: Wanted = {"load": (load, (slots, array(load_width(self.slot_shape))))}
         for rows in self.scheduler.decode_buckets:
             packed = array(rows, self.packed_columns)

@@ -281,14 +281,14 @@ class Engine:
             self._loop.fail(f"the engine has stopped: {error}")
 
     def _deliver(self, chunks: Sequence[Chunk]) -> None:
-        deliveries = []
-        with self._lock:
-            for chunk in chunks:
-                handle = self._handles[chunk.request_id]
-                deliveries.append((handle, chunk))
-                if chunk.finish_reason is not None:
-                    self._open[chunk.request_id] -= 1
-                    self._unfinished -= 1
-                    if not self._open[chunk.request_id]:
-                        del self._handles[chunk.request_id], self._open[chunk.request_id]
+        handles = self._handles  # a handle is taken out by this thread alone
+        deliveries = [(handles[chunk.request_id], chunk) for chunk in chunks]
+        ended = [chunk.request_id for chunk in chunks if chunk.finish_reason is not None]
+        if ended:
+            with self._lock:
+                self._unfinished -= len(ended)
+                for request_id in ended:
+                    self._open[request_id] -= 1
+                    if not self._open[request_id]:
+                        del self._handles[request_id], self._open[request_id]
         hand_over(deliveries)

@@ -29,14 +29,12 @@ class StopStrings:
         """-> sequence -> where its new tokens must be cut."""
         cuts: dict[int, Cut] = {}
         for row, drawn in zip(plan.rows, outcome.rows, strict=True):
-            if not drawn.token_ids or drawn.is_nan:
+            if not row.has_stops or not drawn.token_ids or drawn.is_nan:
                 continue
             sequence = scheduler.current(row)
             if sequence is None:
                 continue
             params = sequence.request.params
-            if not params.stop:
-                continue
             key = (sequence.request.id, sequence.index)
             decoder = self._decoders.get(key) or self._open(key, sequence.request)
             ending = sequence.ending(drawn.token_ids, None)
@@ -49,19 +47,21 @@ class StopStrings:
                 cuts[row.sequence] = Cut(piece.cut.keep, piece.cut.stop)
         return cuts
 
-    def finish(self, chunk: Chunk) -> Chunk:
-        """Give a chunk the text that belongs to it; a sequence that ends otherwise than by a stop string gets its tail."""
-        key = (chunk.request_id, chunk.index)
-        decoder = self._decoders.get(key)
-        if decoder is None:
-            return chunk
-        text = self._texts.pop(key, "")
-        if chunk.finish_reason is not None:
-            del self._decoders[key]
-            if not (chunk.finish_reason is FinishReason.STOP and isinstance(chunk.stop_reason, str)):
-                text += decoder.flush()
-        chunk.text = text
-        return chunk
+    def finish(self, chunks: Sequence[Chunk]) -> None:
+        """Give chunks the text that belongs to them; a sequence that ends otherwise than by a stop string gets its tail."""
+        if not self._decoders:
+            return
+        for chunk in chunks:
+            key = (chunk.request_id, chunk.index)
+            decoder = self._decoders.get(key)
+            if decoder is None:
+                continue
+            text = self._texts.pop(key, "")
+            if chunk.finish_reason is not None:
+                del self._decoders[key]
+                if not (chunk.finish_reason is FinishReason.STOP and isinstance(chunk.stop_reason, str)):
+                    text += decoder.flush()
+            chunk.text = text
 
     def _open(self, key: Key, request: Request) -> Detokenizer:
         params = request.params
@@ -108,9 +108,9 @@ class LateMasks:
                 words[row.sequence] = filled
         return words
 
-    def forget(self, ended: set[int]) -> None:
-        for sequence in ended:
-            self._masks.pop(sequence, None)
+    def forget_ended(self, scheduler: Scheduler) -> None:
+        for number in [number for number in self._masks if not scheduler.is_alive(number)]:
+            del self._masks[number]
 
     def _advanced(self, number: int, sequence: SequenceState) -> TokenMask:
         make_mask = sequence.request.make_mask

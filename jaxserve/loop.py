@@ -95,8 +95,9 @@ class Loop:
         self._tell(self.scheduler.fail_all(error))
 
     def _tell(self, chunks: Sequence[Chunk]) -> None:
-        finished = [self._stop_strings.finish(chunk) for chunk in chunks]
-        self._deliver(self._meter.told(finished, time.monotonic()))
+        self._stop_strings.finish(chunks)
+        self._meter.told(chunks, time.monotonic())
+        self._deliver(chunks)
 
     def _meet(self, plan: Plan, now: float) -> None:
         """Tells the meter who got a slot."""
@@ -111,7 +112,7 @@ class Loop:
         self._waited = time.monotonic() - began
         cuts = self._stop_strings.search(unread.plan, outcome, self.scheduler)
         chunks = self.scheduler.commit(unread.plan, outcome, cuts, time.monotonic())
-        self._masks.forget({row.sequence for row in unread.plan.rows if self.scheduler.current(row) is None})
+        self._masks.forget_ended(self.scheduler)
         return chunks
 
     def _read_inbox(self, *, wait: bool) -> None:

@@ -140,9 +140,8 @@ class Meter:
             life.admitted = now
             self.queue.observe(now - life.arrived)
 
-    def told(self, chunks: Iterable[Chunk], now: float) -> list[Chunk]:
-        """A step's chunks, one a sequence at the most.  -> the same, the last ones with their times."""
-        observed = []
+    def told(self, chunks: Iterable[Chunk], now: float) -> None:
+        """A step's chunks, one a sequence at the most.  The last ones get their times."""
         inter_token = self.inter_token_latency.observe
         for chunk in chunks:
             life = self._lives[chunk.request_id][chunk.index]
@@ -153,8 +152,8 @@ class Meter:
                 else:
                     inter_token(now - life.last_token)
                 life.last_token = now
-            observed.append(chunk if chunk.finish_reason is None else self._ended(chunk, life, now))
-        return observed
+            if chunk.finish_reason is not None:
+                self._ended(chunk, life, now)
 
     def stepped(self, *, host: float, wait: float) -> None:
         """The loop went round with something to do: seconds on the host, and seconds waiting for the device."""
@@ -175,7 +174,7 @@ class Meter:
             step_wait=self.step_wait.read(),
         )
 
-    def _ended(self, chunk: Chunk, life: _Life, now: float) -> Chunk:
+    def _ended(self, chunk: Chunk, life: _Life, now: float) -> None:
         self._open[chunk.request_id] -= 1
         if not self._open[chunk.request_id]:
             del self._lives[chunk.request_id], self._open[chunk.request_id]
@@ -187,6 +186,4 @@ class Meter:
             self.output_tokens.observe(tokens)
             if tokens > 1 and life.first_token is not None:
                 self.time_per_output_token.observe((life.last_token - life.first_token) / (tokens - 1))
-        times = Times(arrived=life.arrived, admitted=life.admitted, first_token=life.first_token, ended=now)
-        chunk.times = times
-        return chunk
+        chunk.times = Times(arrived=life.arrived, admitted=life.admitted, first_token=life.first_token, ended=now)

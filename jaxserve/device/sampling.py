@@ -15,11 +15,11 @@ from jax import Array, lax
 
 from jaxserve.device.logprobs import Scores, prompt_logprobs, score
 from jaxserve.device.noise import gumbel
-from jaxserve.device.state import SEEN_IN_PROMPT, RowFlag, SlotState
+from jaxserve.device.state import SEEN_IN_PROMPT, RowFlag, RowState, Rules
 from jaxserve.device.truncation import argmax, keep_min_p, truncated_draw
 from jaxserve.request import MAX_LOGPROBS
 
-__all__ = ["PROCESSORS", "Drawn", "draw", "float_bits", "pack_drawn", "prompt_logprobs", "record", "rows_of"]
+__all__ = ["PROCESSORS", "Drawn", "draw", "float_bits", "pack_drawn", "prompt_logprobs", "record"]
 
 DRAWN_WIDTH = 4 + 2 * MAX_LOGPROBS  # token (-1 = none), is_nan, rank, logprob bits, top ids, top logprob bits
 
@@ -44,27 +44,26 @@ class Drawn:
 class RowInputs:
     """What a rule may read of a row besides its logits."""
 
-    state: SlotState  # every field [R, ...]; `tokens` is empty
+    state: RowState
     mask: Array  # [R, ceil(V/32)] uint32  bit i of word w allows id 32*w + i
     flags: Array  # [R] int32  RowFlag
 
+    @property
+    def rules(self) -> Rules:
+        return self.state.rules
 
-def rows_of(slots: SlotState, slot: Array) -> SlotState:
-    """The state of the rows' slots, slot [R]: every field [R, ...], but for `tokens`, which no rule reads: [R, 0]."""
-    return jax.tree.map(lambda field: field.at[slot].get(mode="clip"), replace(slots, tokens=slots.tokens[:, :0]))
 
-
-def record(rows: SlotState, token: Array, takes: Array) -> SlotState:
+def record(rows: RowState, token: Array, takes: Array) -> RowState:
     """The rows after each took its token, where `takes` [R]: what the draw of the next position must see."""
     taken = takes.astype(jnp.int32)
     row = lax.iota(jnp.int32, token.shape[0])
     return replace(rows, length=rows.length + taken, counts=rows.counts.at[row, token].add(taken))
 
 
-def draw(logits: Array, rows: SlotState, mask: Array, flags: Array) -> Drawn:
+def draw(logits: Array, rows: RowState, mask: Array, flags: Array) -> Drawn:
     """The next token of each row: the one at index rows.length of its sequence.
 
-    logits [R, V] float32, rows of `rows_of`, mask [R, ceil(V/32)] uint32, flags [R] int32 RowFlag."""
+    logits [R, V] float32, rows of `slots.rows_of`, mask [R, ceil(V/32)] uint32, flags [R] int32 RowFlag."""
     inputs = RowInputs(state=rows, mask=mask, flags=flags)
     return lax.platform_dependent(logits, inputs, cpu=_draw_in_groups, default=_draw_rows)
 
@@ -126,7 +125,7 @@ def _draw_token(logits: Array, inputs: RowInputs) -> tuple[Array, Array]:
     token, best = argmax(scores)
     token = lax.cond(
         _any(inputs, RowFlag.TRUNCATED),
-        lambda logits, scores, token: truncated_draw(logits, scores, token, inputs.state),
+        lambda logits, scores, token: truncated_draw(logits, scores, token, inputs.rules),
         lambda logits, scores, token: token,
         logits, scores, token,
     )  # fmt: skip
@@ -134,9 +133,8 @@ def _draw_token(logits: Array, inputs: RowInputs) -> tuple[Array, Array]:
 
 
 def _add_noise(logits: Array, inputs: RowInputs) -> Array:
-    state = inputs.state
-    noise = gumbel(state.seed, state.length, logits.shape[-1])
-    return jnp.where((state.temperature == 0)[:, None], logits, logits + noise)
+    noise = gumbel(inputs.rules.seed, inputs.state.length, logits.shape[-1])
+    return jnp.where((inputs.rules.temperature == 0)[:, None], logits, logits + noise)
 
 
 # The rules: logits [R, V], inputs -> logits [R, V].  A row that does not ask for a rule holds values that leave its
@@ -146,31 +144,29 @@ def _add_noise(logits: Array, inputs: RowInputs) -> Array:
 def _penalise(logits: Array, inputs: RowInputs) -> Array:
     """Repetition: what the prompt or the output holds is divided (or, below zero, multiplied).  Presence and
     frequency: what was generated loses a constant, and as much again each time."""
-    state = inputs.state
-    repetition = state.repetition[:, None]
+    counts, rules = inputs.state.counts, inputs.rules
+    repetition = rules.repetition[:, None]
     penalised = jnp.where(logits > 0, logits / repetition, logits * repetition)
-    logits = jnp.where(state.counts > 0, penalised, logits)
-    generated = (state.counts & (SEEN_IN_PROMPT - 1)).astype(jnp.float32)
-    logits = logits - state.frequency[:, None] * generated
-    return logits - state.presence[:, None] * (generated > 0).astype(jnp.float32)
+    logits = jnp.where(counts > 0, penalised, logits)
+    generated = (counts & (SEEN_IN_PROMPT - 1)).astype(jnp.float32)
+    logits = logits - rules.frequency[:, None] * generated
+    return logits - rules.presence[:, None] * (generated > 0).astype(jnp.float32)
 
 
 def _add_biases(logits: Array, inputs: RowInputs) -> Array:
-    state = inputs.state
-    return _at(logits, state.bias_ids).add(state.bias_values, mode="drop")
+    return _at(logits, inputs.rules.bias_ids).add(inputs.rules.bias_values, mode="drop")
 
 
 def _keep_allowed(logits: Array, inputs: RowInputs) -> Array:
-    ids = inputs.state.allowed_ids
+    ids = inputs.rules.allowed_ids
     is_limited = jnp.any(ids >= 0, axis=-1, keepdims=True)
     is_allowed = _at(jnp.zeros(logits.shape, jnp.bool_), ids).set(True, mode="drop")
     return jnp.where(is_allowed | ~is_limited, logits, _NEVER)
 
 
 def _hold_back_stop_ids(logits: Array, inputs: RowInputs) -> Array:
-    state = inputs.state
-    is_short = (state.length < state.min_len)[:, None]
-    return _at(logits, jnp.where(is_short, state.stop_ids, -1)).set(_NEVER, mode="drop")
+    is_short = (inputs.state.length < inputs.rules.min_len)[:, None]
+    return _at(logits, jnp.where(is_short, inputs.rules.stop_ids, -1)).set(_NEVER, mode="drop")
 
 
 def _apply_mask(logits: Array, inputs: RowInputs) -> Array:
@@ -182,7 +178,7 @@ def _apply_mask(logits: Array, inputs: RowInputs) -> Array:
 
 
 def _apply_temperature(logits: Array, inputs: RowInputs) -> Array:
-    temperature = inputs.state.temperature[:, None]
+    temperature = inputs.rules.temperature[:, None]
     is_greedy = temperature == 0
     # The best first becomes 0: dividing by a tiny temperature may then overflow to -inf, never to +inf.
     below = logits - jnp.max(logits, axis=-1, keepdims=True)
@@ -190,7 +186,7 @@ def _apply_temperature(logits: Array, inputs: RowInputs) -> Array:
 
 
 def _keep_min_p(logits: Array, inputs: RowInputs) -> Array:
-    return keep_min_p(logits, inputs.state)
+    return keep_min_p(logits, inputs.rules)
 
 
 def _at(values: Array, ids: Array):

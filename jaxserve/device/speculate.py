@@ -22,6 +22,7 @@ from jaxserve.device import sampling
 from jaxserve.device.attention import make_attend
 from jaxserve.device.sampling import DRAWN_WIDTH, pack_drawn
 from jaxserve.device.sharding import abstract, local_bytes
+from jaxserve.device.slots import limits_of, rows_of
 from jaxserve.device.state import KVPool, RowFlag, SlotState
 from jaxserve.device.steps import Forwarded, Model, Params, place
 from jaxserve.quant.panels import holds_panels
@@ -175,7 +176,7 @@ def roll_out(
 
     count = jnp.clip(queries - 1, 0, drafts)
     tokens = Proposed.empty(slot.shape[0], drafts).tokens
-    carry = (slots.tokens[slot, start], sampling.rows_of(slots, slot), pool, tokens)
+    carry = (slots.tokens[slot, start], rows_of(slots, slot), pool, tokens)
     # As many steps as the row with the most drafts wants, so one program serves every K.
     newest, _, pool, tokens = lax.fori_loop(0, jnp.max(count), step, carry)
     return Proposed(tokens=tokens, count=count), newest, pool
@@ -193,9 +194,7 @@ def verify(
     tokens = jnp.concatenate([slots.tokens[slot, start][:, None], proposed.tokens[:, :drafts]], axis=1)
     attend = make_attend(inputs, backend=backend, mesh=mesh)
     hidden, pool = model.forward(params, tokens, inputs.positions, pool, attend)
-    return Forwarded(
-        hidden=hidden.reshape(-1, hidden.shape[-1]), logits=model.logits(params, hidden), kv_len=inputs.kv_len
-    ), pool
+    return Forwarded(hidden=None, logits=model.logits(params, hidden), kv_len=inputs.kv_len), pool
 
 
 def accept(
@@ -223,7 +222,7 @@ def accept(
         rows = sampling.record(rows, drawn.token, takes)
         return (rows, takes & (drawn.token == draft) & ~drawn.is_nan), (drawn.token, takes, pack_drawn(drawn, takes))
 
-    carry = (sampling.rows_of(slots, slot), jnp.ones(slot.shape, jnp.bool_))
+    carry = (rows_of(slots, slot), jnp.ones(slot.shape, jnp.bool_))
     _, (tokens, takes, drawn) = lax.scan(step, carry, lax.iota(jnp.int32, queries))
     tokens, takes = tokens.T, takes.T  # [R, K+1]
     taken = takes.sum(axis=1, dtype=jnp.int32)
@@ -243,4 +242,4 @@ def accept(
 def queries_of(slots: SlotState, packed: Array) -> Array:
     """[R]: a row's last token and as many drafts as its plan and its limit allow; 0 = inert."""
     slot = packed[:, 0]
-    return jnp.clip(packed[:, 1], 0, jnp.maximum(slots.limit[slot] - slots.length[slot], 0))
+    return jnp.clip(packed[:, 1], 0, jnp.maximum(limits_of(slots, slot) - slots.length[slot], 0))

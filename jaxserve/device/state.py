@@ -58,44 +58,45 @@ class KVPool:
 @struct.dataclass
 class SlotState:
     """What the device knows of the sequences it serves.  Slot S is scrap: padding rows and rows that take no token
-    name it."""
+    name it.
+
+    Few arrays, because the host pays for each of them at every call: what only a load changes is one."""
 
     tokens: Array  # [S+1, max_len] int32  prompt and output
     length: Array  # [S+1] int32  tokens known
     kv_len: Array  # [S+1] int32  positions whose K/V are written
-    prompt_len: Array  # [S+1] int32
-    limit: Array  # [S+1] int32  a row that holds this many tokens is inert
-    min_len: Array  # [S+1] int32  stop ids are masked while length < min_len
-    stop_ids: Array  # [S+1, E] int32  -1 = none
-    seed: Array  # [S+1, 2] uint32
-    temperature: Array  # [S+1] float32  0 = greedy
-    top_k: Array  # [S+1] int32  0 = off
-    top_p: Array  # [S+1] float32  1 = off
-    min_p: Array  # [S+1] float32  0 = off
-    presence: Array  # [S+1] float32  0 = off
-    frequency: Array  # [S+1] float32  0 = off
-    repetition: Array  # [S+1] float32  1 = off
-    bias_ids: Array  # [S+1, B] int32  -1 = none
-    bias_values: Array  # [S+1, B] float32  -inf bans
-    allowed_ids: Array  # [S+1, A] int32  -1 = none; all -1 = every id allowed
     counts: Array  # [S+1, V] int32  times generated, plus SEEN_IN_PROMPT when the prompt holds it
+    rules: Array  # [S+1, W] int32  `Rules`, packed by `jaxserve.device.slots`
+    shape: SlotShape = struct.field(pytree_node=False)
 
-    @staticmethod
-    def empty(shape: SlotShape) -> SlotState:
-        rows = shape.slots + 1
 
-        def full(width: tuple[int, ...], dtype, value=0):
-            return jnp.full((rows, *width), value, dtype)
+@struct.dataclass
+class Rules:
+    """What a sequence asks of its sampler.  Any leading axes; shown here of one sequence."""
 
-        i32, f32 = jnp.int32, jnp.float32
-        return SlotState(
-            tokens=full((shape.max_len,), i32), length=full((), i32), kv_len=full((), i32), prompt_len=full((), i32),
-            limit=full((), i32), min_len=full((), i32), stop_ids=full((shape.stop_ids,), i32, -1),
-            seed=full((2,), jnp.uint32), temperature=full((), f32), top_k=full((), i32), top_p=full((), f32, 1),
-            min_p=full((), f32), presence=full((), f32), frequency=full((), f32), repetition=full((), f32, 1),
-            bias_ids=full((shape.biases,), i32, -1), bias_values=full((shape.biases,), f32),
-            allowed_ids=full((shape.allowed_ids,), i32, -1), counts=full((shape.vocab,), i32),
-        )  # fmt: skip
+    limit: Array  # int32  a row that holds this many tokens is inert
+    min_len: Array  # int32  stop ids are masked while length < min_len
+    seed: Array  # [2] uint32
+    top_k: Array  # int32  0 = off
+    temperature: Array  # float32  0 = greedy
+    top_p: Array  # float32  1 = off
+    min_p: Array  # float32  0 = off
+    presence: Array  # float32  0 = off
+    frequency: Array  # float32  0 = off
+    repetition: Array  # float32  1 = off
+    stop_ids: Array  # [E] int32  -1 = none
+    bias_ids: Array  # [B] int32  -1 = none
+    bias_values: Array  # [B] float32  -inf bans
+    allowed_ids: Array  # [A] int32  -1 = none; all -1 = every id allowed
+
+
+@struct.dataclass
+class RowState:
+    """The part of the slot state that a draw reads, of the rows of one call."""
+
+    length: Array  # [R] int32
+    counts: Array  # [R, V] int32
+    rules: Rules  # every field [R, ...]
 
 
 SEEN_IN_PROMPT = 1 << 24  # in SlotState.counts

@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 from jaxserve.device import sampling
 from jaxserve.device.attention import Attend, make_attend
 from jaxserve.device.sampling import float_bits, pack_drawn
+from jaxserve.device.slots import limits_of, rows_of
 from jaxserve.device.state import KVPool, ModelShape, RowFlag, SlotState, StepInputs
 from jaxserve.request import MAX_LOGPROBS
 
@@ -53,7 +54,7 @@ class Model(Protocol):
 class Forwarded:
     """What forward leaves for the sampler."""
 
-    hidden: Array  # [R * Q, D], for prompt logprobs
+    hidden: Array | None  # [R * Q, D], for prompt logprobs: of prefill alone
     # With an axis of 1 in the middle a TPU would copy them into wider tiles.
     logits: Array  # [R, V] float32, of each row's last query; of verify [R, K+1, V], of every query
     kv_len: Array  # [R] int32; 0 = the row was inert
@@ -77,13 +78,12 @@ def decode(model: Model, params: Params, pool: KVPool, slots: SlotState, packed:
     """The last token of each row.  A row at its limit is inert: the host may not know yet that it ended."""
     slot = packed[:, 0]
     start = slots.kv_len[slot]
-    q_len = jnp.where(slots.length[slot] < slots.limit[slot], packed[:, 1], 0)
+    q_len = jnp.where(slots.length[slot] < limits_of(slots, slot), packed[:, 1], 0)
     inputs = place(packed, start, q_len, 1)
     tokens = slots.tokens[slot[:, None], inputs.positions]
     attend = make_attend(inputs, backend=backend, mesh=mesh)
     hidden, pool = model.forward(params, tokens, inputs.positions, pool, attend)
-    hidden = hidden[:, 0]
-    return Forwarded(hidden=hidden, logits=model.logits(params, hidden), kv_len=inputs.kv_len), pool
+    return Forwarded(hidden=None, logits=model.logits(params, hidden[:, 0]), kv_len=inputs.kv_len), pool
 
 
 def place(packed: Array, start: Array, q_len: Array, queries: int) -> StepInputs:
@@ -107,7 +107,7 @@ def sample(slots: SlotState, logits: Array, kv_len: Array, packed: Array, mask: 
     takes = ((flags & RowFlag.TAKES_TOKEN) > 0) & (kv_len > 0)
     scrap = slots.length.shape[0] - 1
     slot = jnp.where(takes, packed[:, 0], scrap)
-    drawn = sampling.draw(logits, sampling.rows_of(slots, slot), mask, flags)
+    drawn = sampling.draw(logits, rows_of(slots, slot), mask, flags)
     at = jnp.minimum(kv_len, slots.tokens.shape[1] - 1)
     slots = replace(
         slots,

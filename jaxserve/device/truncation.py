@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax import Array, lax
 
-from jaxserve.device.state import SlotState
+from jaxserve.device.state import Rules
 
 _INF_BITS = 0x7F800000  # of float32
 
@@ -26,20 +26,20 @@ class _Limits:
     mass: Array  # [R] float32  weight that the kept tokens must reach
 
 
-def keep_min_p(logits: Array, rows: SlotState) -> Array:
+def keep_min_p(logits: Array, rules: Rules) -> Array:
     """logits [R, V] -> -inf where a token has less than min_p times the probability of the most likely one."""
     best = jnp.max(logits, axis=-1, keepdims=True)
-    min_p = jnp.where(rows.temperature == 0, 0.0, rows.min_p)[:, None]
+    min_p = jnp.where(rules.temperature == 0, 0.0, rules.min_p)[:, None]
     return jnp.where(jnp.exp(logits - best) < min_p, -jnp.inf, logits)
 
 
-def truncated_draw(logits: Array, scores: Array, token: Array, rows: SlotState) -> Array:
+def truncated_draw(logits: Array, scores: Array, token: Array, rules: Rules) -> Array:
     """The token [R] of the highest score among those that top-k, then top-p, keep of logits [R, V].
 
     scores [R, V]: logits and noise; token [R]: the one of the highest score of all.  Top-k keeps the k most likely;
     top-p, of these, the smallest set of the most likely whose probability reaches top_p.  The most likely token is
     always kept."""
-    limits = _limits(logits, rows)
+    limits = _limits(logits, rules)
 
     def is_unfinished(drawn: tuple[Array, Array]) -> Array:
         return jnp.any(drawn[1])
@@ -78,17 +78,17 @@ def _is_dropped(logits: Array, token: Array, limits: _Limits) -> Array:
     return (count >= limits.top_k) | (mass >= limits.mass)
 
 
-def _limits(logits: Array, rows: SlotState) -> _Limits:
-    is_greedy = rows.temperature == 0
-    has_top_k = (rows.top_k > 0) & ~is_greedy
-    has_top_p = (rows.top_p < 1) & ~is_greedy
-    top_k = jnp.where(has_top_k, rows.top_k, jnp.iinfo(jnp.int32).max)
+def _limits(logits: Array, rules: Rules) -> _Limits:
+    is_greedy = rules.temperature == 0
+    has_top_k = (rules.top_k > 0) & ~is_greedy
+    has_top_p = (rules.top_p < 1) & ~is_greedy
+    top_k = jnp.where(has_top_k, rules.top_k, jnp.iinfo(jnp.int32).max)
     below = jnp.max(logits, axis=-1, keepdims=True) - logits  # >= 0
     weights = jnp.exp(-below)
     # Top-p is relative to what top-k left: only a row that has both needs to know where top-k ends.
     cut = _kth_smallest(below, jnp.where(has_top_p, top_k, jnp.iinfo(jnp.int32).max))
     total = jnp.sum(jnp.where(below <= cut[:, None], weights, 0.0), axis=-1)
-    return _Limits(weights=weights, top_k=top_k, mass=jnp.where(has_top_p, rows.top_p * total, jnp.inf))
+    return _Limits(weights=weights, top_k=top_k, mass=jnp.where(has_top_p, rules.top_p * total, jnp.inf))
 
 
 def _kth_smallest(values: Array, k: Array) -> Array:

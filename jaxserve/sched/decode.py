@@ -40,13 +40,13 @@ class DecodePlanner:
 
     def _candidates(self) -> Candidates:
         """Rows past their prefill that may still add a token.  A length stop is never late: it follows from counts."""
-        found = []
+        found, most = [], self.config.num_drafts
         for sequence in self.roster.running.values():
             if sequence.computed < sequence.target:
                 continue
-            room = sequence.limit - sequence.shortest
+            room = sequence.limit - sequence.length - len(sequence.unread)
             if room > 0:
-                found.append((sequence, min(self.config.num_drafts, room - 1) if sequence.speculates else 0))
+                found.append((sequence, min(most, room - 1) if most and sequence.speculates else 0))
         return found
 
     def _with_queries(self, candidates: Candidates, wish: Wish) -> Ready:
@@ -70,12 +70,9 @@ class DecodePlanner:
         """A draft that keeps K/V of its own can go on only from where the target stands."""
         return not self.config.has_draft_pool or (sequence.speculates and sequence.is_draft_level)
 
-    def _missing(self, sequence: SequenceState, q_len: int) -> int:
-        """Pages it lacks for the longest case."""
-        return max(-(-sequence.longest_kv(q_len) // self.config.page_size) - len(sequence.pages), 0)
-
     def _shortage(self, ready: Ready) -> int:
-        return sum([self._missing(sequence, q_len) for sequence, q_len in ready])
+        size = self.config.page_size
+        return sum([sequence.missing_pages(q_len, size) for sequence, q_len in ready])
 
     def _make_room(self, now: float, wish: Wish) -> Ready:
         """First drafts are given up, then the least important sequences, one by one, until the others fit."""
@@ -95,21 +92,20 @@ class DecodePlanner:
         size, rows = self.config.page_size, []
         for sequence, q_len in self._with_queries(self._candidates(), wish):
             held = len(sequence.pages) * size
-            if not self._missing(sequence, q_len):
+            if not sequence.missing_pages(q_len, size):
                 rows.append((sequence, q_len))
-            elif not self._missing(sequence, 1):
+            elif not sequence.missing_pages(1, size):
                 rows.append((sequence, held - sequence.longest_kv(0)))
             elif min(sequence.shortest, sequence.limit - 1) > held:
                 rows.append((sequence, 1))
         return rows
 
     def _row(self, sequence: SequenceState, q_len: int, *, is_verified: bool) -> Row:
-        missing = self._missing(sequence, q_len)
-        if missing:
+        if missing := sequence.missing_pages(q_len, self.config.page_size):
             sequence.pages += self.roster.pool.allocate(missing)
             sequence.row = None
         row, is_drafted = sequence.row, is_verified and self.config.has_draft_pool and self._is_level(sequence)
-        if row is None or (row.q_len, row.is_drafted) != (q_len, is_drafted):
+        if row is None or row.q_len != q_len or row.is_drafted != is_drafted:
             request = sequence.request
             row = sequence.row = Row(
                 sequence=sequence.number,
@@ -120,6 +116,7 @@ class DecodePlanner:
                 pages=tuple(sequence.pages),
                 logprobs=request.params.logprobs,
                 masked=request.make_mask is not None,
+                has_stops=bool(request.params.stop),
                 is_drafted=is_drafted,
             )
         sequence.plan_decode(q_len, is_drafted=is_drafted)

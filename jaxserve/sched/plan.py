@@ -38,6 +38,7 @@ class Row:
     takes_token: bool = True  # false for a chunk that is not the prompt's last, and for max_tokens = 0
     logprobs: int | None = None  # entries to return beside the drawn token's own
     masked: bool = False  # this row's sampler waits for a late mask
+    has_stops: bool = False  # what it draws is searched for stop strings
     prompt_logprobs: int | None = None  # prefill: entries wanted for each position of this chunk
     prompt_logprobs_from: int = (
         0  # first position p of this chunk whose logits are wanted (they score the token at p + 1)

@@ -144,6 +144,7 @@ class PrefillPlanner:
             takes_token=takes_token,
             logprobs=request.params.logprobs if takes_token else None,
             masked=takes_token and request.make_mask is not None,
+            has_stops=bool(request.params.stop),
             prompt_logprobs=request.params.prompt_logprobs if is_scored else None,
             prompt_logprobs_from=scored_from if is_scored else 0,
         )

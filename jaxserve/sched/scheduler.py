@@ -140,9 +140,10 @@ class Scheduler:
         self._unread_steps -= 1
         self._observe(plan, outcome, now)
         chunks = self.drain()
+        alive = self.roster.alive
         for row, drawn in zip(plan.rows, outcome.rows, strict=True):
-            sequence = self.current(row)
-            if sequence is not None:
+            sequence = alive.get(row.sequence)
+            if sequence is not None and sequence.epoch == row.epoch:
                 chunk = self._read(sequence, row, drawn, cuts.get(row.sequence))
                 if chunk is not None:
                     chunks.append(chunk)
@@ -152,7 +153,7 @@ class Scheduler:
     def _observe(self, plan: Plan, outcome: Outcome, now: float) -> None:
         """What a step has told of speculation: its time, when it ran decode alone and waited for nothing but the device,
         and which program it was."""
-        if outcome.decode_shape is not None and plan.decode is not None:
+        if self.config.num_drafts and outcome.decode_shape is not None and plan.decode is not None:
             speculation = self._decode.speculation
             if self._was_queued and plan.prefill is None:
                 speculation.costs.observe(
@@ -196,12 +197,12 @@ class Scheduler:
             index=sequence.index,
             token_ids=token_ids,
             logprobs=logprobs,
-            prompt_logprobs=sequence.take_prompt_logprobs(),
+            prompt_logprobs=sequence.take_prompt_logprobs() if sequence.owes_prompt_logprobs else None,
         )
 
     def _append(self, sequence: SequenceState, row: Row, drawn: RowOutcome, token_ids: tuple[int, ...]) -> None:
         """Tokens are known: their pages may get keys, and pages kept for drafts that were rejected come back."""
-        sequence.output += token_ids
+        sequence.append(token_ids)
         counters = self.roster.counters
         counters.output_tokens += len(token_ids)
         if drawn.drafted:
@@ -212,7 +213,7 @@ class Scheduler:
             counters.count_proposal(drawn.drafted, accepted)
             self._decode.speculation.observe_draft(sequence, drawn.drafted, len(drawn.token_ids) - 1)
         self.roster.publish_output(sequence)
-        if len(token_ids) < row.q_len and row.start < 0:
+        if row.q_len > len(token_ids) and row.start < 0:
             self.roster.trim(sequence)
 
     # The one place where a sequence ends.
@@ -280,6 +281,10 @@ class Scheduler:
     @property
     def has_unfinished(self) -> bool:
         return bool(self.roster.alive)
+
+    def is_alive(self, number: int) -> bool:
+        """Whether a sequence has not ended: it runs or waits."""
+        return number in self.roster.alive
 
     def load(self) -> SchedulerLoad:
         roster, pool = self.roster, self.roster.pool

@@ -50,6 +50,8 @@ class Acceptance:
 class SequenceState:
     number: int  # unique for the scheduler's life
     request: Request
+    prompt_len: int
+    length: int  # tokens known: prompt and output read
     index: int  # which of the request's n samples
     arrival: float
     seed: int
@@ -100,6 +102,8 @@ class SequenceState:
             SequenceState(
                 number=first + index,
                 request=request,
+                prompt_len=prompt_len,
+                length=prompt_len,
                 index=index,
                 arrival=now,
                 seed=child_seed(params.seed, index),
@@ -119,15 +123,6 @@ class SequenceState:
             for sequence in made[1:]:
                 sequence.keys = made[0].keys.copy()
         return made
-
-    @property
-    def prompt_len(self) -> int:
-        return len(self.request.prompt_ids)
-
-    @property
-    def length(self) -> int:
-        """Tokens known: prompt and output read."""
-        return len(self.request.prompt_ids) + len(self.output)
 
     @property
     def is_prefilling(self) -> bool:
@@ -157,11 +152,23 @@ class SequenceState:
     def plan_decode(self, q_len: int, *, is_drafted: bool) -> None:
         """One more unread step, of up to `q_len` tokens.  Without its draft, the draft stays behind at the least position
         where this step may begin: what it has written past that are guesses that nobody confirmed."""
-        if not is_drafted:
+        if self.draft_len and not is_drafted:
             self.draft_len = min(self.draft_len, self.shortest - 1)
         self.unread.append(q_len)
         if is_drafted:
             self.draft_len = self.longest_kv(0)
+
+    def missing_pages(self, q_len: int, page_size: int) -> int:
+        """Pages it lacks for the longest case of a step of `q_len` queries."""
+        held = len(self.pages)
+        if self.length - 1 + sum(self.unread) + q_len <= held * page_size:
+            return 0  # nearly every row of nearly every step
+        return max(-(-self.longest_kv(q_len) // page_size) - held, 0)
+
+    def append(self, token_ids: Sequence[int]) -> None:
+        """Tokens have been read."""
+        self.output += token_ids
+        self.length += len(token_ids)
 
     def tokens(self, start: int, stop: int) -> Sequence[int]:
         prompt, split = self.request.prompt_ids, self.prompt_len

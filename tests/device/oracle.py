@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 import jax.numpy as jnp
 import numpy as np
 
-from jaxserve.device.state import SEEN_IN_PROMPT, RowFlag, SlotShape, SlotState
+from jaxserve.device.slots import pack_rules, unpack_rules
+from jaxserve.device.state import SEEN_IN_PROMPT, RowFlag, RowState, Rules, SlotState
 
 EVERYTHING = sum(RowFlag)
 
@@ -54,10 +55,9 @@ class Params:
         return RowFlag.TAKES_TOKEN | sum(flag for flag, is_wanted in wanted.items() if is_wanted)
 
 
-def make_rows(params: list[Params], vocab: int) -> tuple[SlotState, jnp.ndarray, jnp.ndarray]:
+def make_rows(params: list[Params], vocab: int) -> tuple[RowState, jnp.ndarray, jnp.ndarray]:
     """-> rows, mask, flags, as `draw` takes them."""
     rows = len(params)
-    shape = SlotShape(slots=rows - 1, max_len=1, vocab=vocab, stop_ids=4, biases=6, allowed_ids=8)
 
     def padded(values, width: int, dtype, fill):
         out = np.full((rows, width), fill, dtype)
@@ -69,8 +69,8 @@ def make_rows(params: list[Params], vocab: int) -> tuple[SlotState, jnp.ndarray,
         return jnp.asarray(np.array([getattr(one, name) for one in params], dtype))
 
     seeds = np.array([[one.seed & 0xFFFFFFFF, one.seed >> 32] for one in params], np.uint32)
-    state = SlotState.empty(shape).replace(
-        length=column("position", np.int32),
+    rules = Rules(
+        limit=jnp.full((rows,), np.iinfo(np.int32).max),
         min_len=column("min_len", np.int32),
         stop_ids=padded([one.stop_ids for one in params], 4, np.int32, -1),
         seed=jnp.asarray(seeds),
@@ -80,10 +80,19 @@ def make_rows(params: list[Params], vocab: int) -> tuple[SlotState, jnp.ndarray,
         bias_ids=padded([one.bias.keys() for one in params], 6, np.int32, -1),
         bias_values=padded([one.bias.values() for one in params], 6, np.float32, 0),
         allowed_ids=padded([one.allowed for one in params], 8, np.int32, -1),
-        counts=jnp.asarray(np.stack([counts(one, vocab) for one in params])),
     )
+    counted = jnp.asarray(np.stack([counts(one, vocab) for one in params]))
+    state = RowState(length=column("position", np.int32), counts=counted, rules=rules)
     masks = np.stack([mask_words(one.mask, vocab) for one in params])
     return state, jnp.asarray(masks), jnp.asarray(np.array([one.flags for one in params], np.int32))
+
+
+def with_rules(slots: SlotState, **changed) -> SlotState:
+    """Every slot's rules, some of them replaced: [S+1, ...] each, or one value for all."""
+    rules = unpack_rules(slots.rules, slots.shape)
+    old = {name: getattr(rules, name) for name in changed}
+    new = {name: jnp.broadcast_to(jnp.asarray(changed[name], old[name].dtype), old[name].shape) for name in changed}
+    return slots.replace(rules=pack_rules(rules.replace(**new)))
 
 
 def counts(params: Params, vocab: int) -> np.ndarray:

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from jaxserve.device import sampling
 from jaxserve.device.noise import gumbel
-from jaxserve.device.state import SEEN_IN_PROMPT, RowFlag, SlotShape, SlotState
-from tests.device.oracle import EVERYTHING, Params, border_gap, make_rows, probabilities, ruled
+from jaxserve.device.slots import empty_slots, rows_of
+from jaxserve.device.state import SEEN_IN_PROMPT, RowFlag, SlotShape
+from tests.device.oracle import EVERYTHING, Params, border_gap, make_rows, probabilities, ruled, with_rules
 
 VOCAB = 45  # no multiple of 32
 ROWS = 8  # few shapes, few compiles: smaller batches are padded with greedy rows
@@ -55,7 +56,8 @@ def draws(logits: np.ndarray, params: Params, count: int, *, one_sequence: bool 
         rows = rows.replace(length=at)
     else:
         seeds = np.random.default_rng(7).integers(0, 2**32, (count, 2), np.uint32)
-        rows = rows.replace(seed=jnp.asarray(seeds), length=rows.length + at % 50)
+        rules = rows.rules.replace(seed=jnp.asarray(seeds))
+        rows = rows.replace(rules=rules, length=rows.length + at % 50)
     many = jnp.broadcast_to(jnp.asarray(widened(logits), jnp.float32), (count, VOCAB))
     return np.asarray(compiled_draw(many, rows, mask, flags).token)
 
@@ -343,10 +345,11 @@ def test_logprobs_are_those_of_the_raw_logits():
     assert drawn.rank.tolist() == [1 + (exact[0] > exact[0, 5]).sum(), 1]
 
 
-def test_rows_are_gathered_by_slot_without_their_tokens():
-    slots = SlotState.empty(SlotShape(slots=3, max_len=9, vocab=5, stop_ids=1, biases=1, allowed_ids=1))
+def test_rows_are_gathered_by_slot_with_their_rules():
+    slots = empty_slots(SlotShape(slots=3, max_len=9, vocab=5, stop_ids=1, biases=1, allowed_ids=1))
     slots = slots.replace(length=jnp.arange(4), counts=slots.counts.at[2, 1].set(7))
-    rows = sampling.rows_of(slots, jnp.array([2, 0, 3]))
+    slots = with_rules(slots, top_p=jnp.array([1, 1, 0.5, 0.25]))
+    rows = rows_of(slots, jnp.array([2, 0, 3]))
     assert np.asarray(rows.length).tolist() == [2, 0, 3]
-    assert rows.tokens.shape == (3, 0)
+    assert np.asarray(rows.rules.top_p).tolist() == [0.5, 1, 0.25]
     assert np.asarray(rows.counts[0]).tolist() == [0, 7, 0, 0, 0]

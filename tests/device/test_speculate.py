@@ -16,8 +16,9 @@ from jaxserve.config import EngineConfig, SchedulerConfig
 from jaxserve.device.draft_model import SecondModel
 from jaxserve.device.sampling import DRAWN_WIDTH
 from jaxserve.device.sharding import make_mesh
+from jaxserve.device.slots import empty_slots
 from jaxserve.device.speculate import NGram, Proposed, accept, verify
-from jaxserve.device.state import KVPool, RowFlag, SlotShape, SlotState
+from jaxserve.device.state import KVPool, RowFlag, SlotShape
 from jaxserve.device.steps import HEAD
 from jaxserve.drafts import make_draft
 from jaxserve.models.decoder import Layout
@@ -25,6 +26,7 @@ from jaxserve.models.loading import load_params
 from jaxserve.request import SamplingParams
 from jaxserve.runner import Runner
 from jaxserve.sched.plan import Call, Plan, Row, SlotLoad
+from tests.device.oracle import with_rules
 from tests.tiny_model import write_tiny_model
 
 MAX_LEN = 64
@@ -45,12 +47,11 @@ def test_prompt_lookup_finds_the_latest_of_the_longest_matches() -> None:
     rng = np.random.default_rng(0)
     texts = [rng.integers(0, alphabet, length).tolist() for alphabet in (2, 3, 5, 50) for length in range(1, 61, 4)]
     texts += [[7] * 20, [1, 2] * 10, [1, 2, 3, 9, 1, 2, 3]]
-    slots = SlotState.empty(SlotShape(slots=len(texts), max_len=MAX_LEN, vocab=64, stop_ids=1, biases=1, allowed_ids=1))
+    slots = empty_slots(SlotShape(slots=len(texts), max_len=MAX_LEN, vocab=64, stop_ids=1, biases=1, allowed_ids=1))
     length = jnp.array([*map(len, texts), 0], jnp.int32)
     rows = [text + rng.integers(0, 5, MAX_LEN - len(text)).tolist() for text in texts]  # what lies behind is noise
-    slots = slots.replace(
-        tokens=jnp.array([*rows, [0] * MAX_LEN], jnp.int32), length=length, kv_len=length - 1, limit=length + 9
-    )
+    slots = slots.replace(tokens=jnp.array([*rows, [0] * MAX_LEN], jnp.int32), length=length, kv_len=length - 1)
+    slots = with_rules(slots, limit=length + 9)
     packed = np.zeros((len(texts), HEAD + 1), np.int32)
     packed[:, 0], packed[:, 1] = range(len(texts)), 6
     pool, mesh = KVPool(data=jnp.zeros((1,))), make_mesh(jax.devices(), 1)
@@ -68,12 +69,10 @@ def test_accepted_text_has_the_targets_distribution(seed: int, kind: str) -> Non
     vocab, drafts, rows, rounds = 10, 3, 2000, 50
     temperature, top_k, top_p = 0.8, 7, 0.9
     logits = rng.normal(0, 1.5, (drafts + 1, vocab)).astype(np.float32)
-    slots = SlotState.empty(SlotShape(slots=rows, max_len=8, vocab=vocab, stop_ids=1, biases=1, allowed_ids=1))
-    full = lambda value, dtype=jnp.int32: jnp.full((rows + 1,), value, dtype)  # noqa: E731
-    slots = slots.replace(
-        length=full(2), kv_len=full(1), limit=full(8), temperature=full(temperature, jnp.float32), top_k=full(top_k),
-        top_p=full(top_p, jnp.float32),
-    )  # fmt: skip
+    slots = empty_slots(SlotShape(slots=rows, max_len=8, vocab=vocab, stop_ids=1, biases=1, allowed_ids=1))
+    full = lambda value: jnp.full((rows + 1,), value, jnp.int32)  # noqa: E731
+    slots = slots.replace(length=full(2), kv_len=full(1))
+    slots = with_rules(slots, limit=8, temperature=temperature, top_k=top_k, top_p=top_p)
     packed = np.zeros((rows, HEAD + 1), np.int32)
     packed[:, 0], packed[:, 1] = range(rows), drafts + 1
     packed[:, 3] = RowFlag.TAKES_TOKEN | RowFlag.SAMPLED | RowFlag.TRUNCATED
@@ -81,7 +80,7 @@ def test_accepted_text_has_the_targets_distribution(seed: int, kind: str) -> Non
     step = jax.jit(accept)
     counts = np.zeros((drafts + 1, vocab))
     for _ in range(rounds):
-        slots = slots.replace(seed=jnp.asarray(rng.integers(0, 2**32, (rows + 1, 2), dtype=np.uint32)))
+        slots = with_rules(slots, seed=rng.integers(0, 2**32, (rows + 1, 2), dtype=np.uint32))
         if kind == "deterministic":
             tokens = np.tile(logits.argmax(1)[:drafts], (rows, 1))
         else:
@@ -147,9 +146,10 @@ def test_drafts_from_the_targets_own_weights_change_no_token_in_either_layout(tm
 
 def test_the_device_stops_at_a_rows_limit_whatever_it_is_asked_for() -> None:
     """The host may be a step behind: drafts past the limit would be written to pages that nobody reserved."""
-    slots = SlotState.empty(SlotShape(slots=3, max_len=MAX_LEN, vocab=64, stop_ids=1, biases=1, allowed_ids=1))
+    slots = empty_slots(SlotShape(slots=3, max_len=MAX_LEN, vocab=64, stop_ids=1, biases=1, allowed_ids=1))
     length, limit = jnp.array([10, 10, 10, 0], jnp.int32), jnp.array([12, 10, 40, 0], jnp.int32)
-    slots = slots.replace(tokens=jnp.full((4, MAX_LEN), 7, jnp.int32), length=length, kv_len=length - 1, limit=limit)
+    slots = slots.replace(tokens=jnp.full((4, MAX_LEN), 7, jnp.int32), length=length, kv_len=length - 1)
+    slots = with_rules(slots, limit=limit)
     packed = np.zeros((3, HEAD + 1), np.int32)
     packed[:, 0], packed[:, 1], packed[:, 3] = range(3), 4, RowFlag.TAKES_TOKEN
     seen = []
@@ -179,9 +179,9 @@ def test_the_device_stops_at_a_rows_limit_whatever_it_is_asked_for() -> None:
 
 def test_a_row_takes_nothing_at_a_position_that_its_mask_closes() -> None:
     """All drafts are right; the second row's mask closes position 2, the third row has no mask to read."""
-    slots = SlotState.empty(SlotShape(slots=3, max_len=64, vocab=64, stop_ids=1, biases=1, allowed_ids=1))
+    slots = empty_slots(SlotShape(slots=3, max_len=64, vocab=64, stop_ids=1, biases=1, allowed_ids=1))
     length = jnp.full((4,), 10, jnp.int32)
-    slots = slots.replace(length=length, kv_len=length - 1, limit=length + 20)
+    slots = with_rules(slots.replace(length=length, kv_len=length - 1), limit=length + 20)
     packed = np.zeros((3, HEAD + 1), np.int32)
     packed[:, 0], packed[:, 1] = range(3), 4
     packed[:, 3] = RowFlag.TAKES_TOKEN | RowFlag.MASK, RowFlag.TAKES_TOKEN | RowFlag.MASK, RowFlag.TAKES_TOKEN

@@ -37,7 +37,9 @@ def test_the_token_is_the_best_of_those_a_sort_would_keep(scale, top_k, top_p):
     logits = (rng.normal(size=(ROWS, VOCAB)) * scale).astype(np.float32)
     scores = (logits + rng.gumbel(size=logits.shape)).astype(np.float32)
     rows, _, _ = make_rows([Params(temperature=1.0, top_k=top_k, top_p=top_p)] * ROWS, VOCAB)
-    token = compiled_draw(jnp.asarray(logits), jnp.asarray(scores), jnp.asarray(scores.argmax(-1), jnp.int32), rows)
+    token = compiled_draw(
+        jnp.asarray(logits), jnp.asarray(scores), jnp.asarray(scores.argmax(-1), jnp.int32), rows.rules
+    )
     for row in range(ROWS):
         kept = probabilities(logits[row], Params(temperature=1.0, top_k=top_k, top_p=top_p)) > 0
         assert token[row] == np.where(kept, scores[row], -np.inf).argmax()
@@ -47,7 +49,7 @@ def test_a_row_of_nan_ends_the_search():
     logits = np.zeros((ROWS, VOCAB), np.float32)
     logits[0], logits[1, ::2], logits[2, 7], logits[3] = np.nan, np.nan, np.inf, -np.inf
     rows, _, _ = make_rows([Params(temperature=1.0, top_k=3, top_p=0.1)] * ROWS, VOCAB)
-    token = compiled_draw(jnp.asarray(logits), jnp.asarray(logits), jnp.full(ROWS, VOCAB - 1, jnp.int32), rows)
+    token = compiled_draw(jnp.asarray(logits), jnp.asarray(logits), jnp.full(ROWS, VOCAB - 1, jnp.int32), rows.rules)
     assert ((np.asarray(token) >= 0) & (np.asarray(token) < VOCAB)).all()
 
 

@@ -363,7 +363,7 @@ class StubEngine:
         return replace(chunk, finish_reason=reason, stop_reason=stop_reason, usage=usage, error=error, seed=seed)
 
     def _deliver(self, chunks: Sequence[Chunk]) -> None:
-        chunks = self._meter.told(chunks, time.monotonic())
+        self._meter.told(chunks, time.monotonic())
         deliveries = [(self._handles[chunk.request_id], chunk) for chunk in chunks]
         open_ids = {sequence.request.id for sequence in self._sequences}
         for chunk in chunks:
