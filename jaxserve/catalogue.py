@@ -5,6 +5,7 @@ draft "propose R", "verify RxQ" and "accept RxQ" (Q = K + 1), and "draft prefill
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -145,13 +146,13 @@ class Catalogue:
     def wanted(self, params: Params) -> Wanted:
         """Every program.  A program's outputs are pinned to what its consumer was compiled for."""
         shape, replicated, array = self.model.shape, self.replicated, self._array
-        weights = jax.tree.map(abstract, params)
+        weights, of_weights = _flattened(params)
         pool = self.abstract_pool
         pool_out = pool_sharding(pool, self.mesh)
         draft_pool = self.abstract_draft_pool or pool
         draft_pool_out = pool_sharding(draft_pool, self.mesh)
         slots = _placed(self._make_slots().eval_shape(), replicated)
-        draft_weights = self.draft.describe(params) if self.draft else {}
+        draft_weights, of_draft_weights = _flattened(self.draft.describe(params) if self.draft else {})
         common = {"backend": self.backend, "mesh": self.mesh}
         device = self.mesh.devices.flat[0]
         options = COMPILER_OPTIONS.get(device.platform, {}) | COMPILER_OPTIONS.get(device.device_kind, {})
@@ -161,17 +162,18 @@ class Catalogue:
         wanted: Wanted = {"load": (load, (slots, array(load_width(self.slot_shape))))}
         for rows in self.scheduler.decode_buckets:
             packed = array(rows, self.packed_columns)
-            step = jit(partial(steps.decode, self.model, **common), donate_argnums=1, out_shardings=forward_out)
+            step = of_weights(partial(steps.decode, self.model, **common))
+            step = jit(step, donate_argnums=1, out_shardings=forward_out)
             wanted[f"decode {rows}"] = (step, (weights, pool, slots, packed))
         for rows, drafts in self.scheduler.verify_calls:
             assert self.draft is not None, "verify calls without a draft"
             packed, most = array(rows, self.packed_columns), self.scheduler.num_drafts
             proposed = _placed(jax.eval_shape(partial(Proposed.empty, rows, most)), replicated)
             if f"propose {rows}" not in wanted:
-                step = partial(self.draft.propose, drafts=most, **common)
+                step = of_draft_weights(partial(self.draft.propose, drafts=most, **common))
                 step = jit(step, donate_argnums=1, out_shardings=(replicated, draft_pool_out))
                 wanted[f"propose {rows}"] = (step, (draft_weights, draft_pool, slots, packed))
-            step = partial(speculate.verify, self.model, drafts=drafts, **common)
+            step = of_weights(partial(speculate.verify, self.model, drafts=drafts, **common))
             step = jit(step, donate_argnums=1, out_shardings=forward_out)
             wanted[f"verify {rows}x{1 + drafts}"] = (step, (weights, pool, slots, packed, proposed))
             step = jit(speculate.accept, donate_argnums=0, out_shardings=replicated)
@@ -180,14 +182,15 @@ class Catalogue:
             wanted[f"accept {rows}x{1 + drafts}"] = (step, arguments)
         for rows, chunk in self.scheduler.prefill_buckets:
             packed = array(rows, self.packed_columns)
-            step = partial(steps.prefill, self.model, queries=chunk, **common)
+            step = of_weights(partial(steps.prefill, self.model, queries=chunk, **common))
             step = jit(step, donate_argnums=1, out_shardings=forward_out)
             wanted[f"prefill {rows}x{chunk}"] = (step, (weights, pool, slots, packed))
             if self.second:
-                step = partial(self.second.prefill, queries=chunk, **common)
+                step = of_draft_weights(partial(self.second.prefill, queries=chunk, **common))
                 step = jit(step, donate_argnums=1, out_shardings=draft_pool_out)
                 wanted[f"draft prefill {rows}x{chunk}"] = (step, (draft_weights, draft_pool, slots, packed))
-            score = jit(partial(steps.prompt_logprobs, self.model), out_shardings=replicated)
+            score = of_weights(partial(steps.prompt_logprobs, self.model))
+            score = jit(score, out_shardings=replicated)
             hidden = array(rows * chunk, shape.width, dtype=self.model.dtype)
             wanted[f"score {rows * chunk}"] = (score, (weights, hidden, slots, array(3)))
         draw = jit(steps.sample, donate_argnums=0, out_shardings=replicated)
@@ -221,6 +224,22 @@ class Catalogue:
 
     def _array(self, *shape: int, dtype: str = "int32") -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=self.replicated)
+
+
+def _flattened(params: Params) -> tuple[list[jax.ShapeDtypeStruct], Callable[[partial], Callable]]:
+    """Weights as programs take them: a list of arrays, since the host would walk a tree of them at every call.
+
+    -> that list, described; and what makes of step(params, ...) the same function of (list, ...)."""
+    leaves, structure = jax.tree.flatten(jax.tree.map(abstract, params))
+
+    def taking(step: partial) -> Callable:
+        def of_leaves(leaves, *rest):
+            return step(structure.unflatten(leaves), *rest)
+
+        of_leaves.__name__ = step.func.__name__  # as profilers show it
+        return of_leaves
+
+    return leaves, taking
 
 
 def _placed(tree, sharding: NamedSharding):

@@ -6,10 +6,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from jaxserve.request import Chunk, FinishReason, MaskError, Request, TokenMask
+from jaxserve.request import Chunk, FinishReason, MaskError, TokenMask
 from jaxserve.sched.plan import Cut, Outcome, Plan
 from jaxserve.sched.scheduler import Scheduler
-from jaxserve.sched.sequence import SequenceState
+from jaxserve.sched.sequence import ALL_OF_ONE, SequenceState
 from jaxserve.text import Tokenizer
 from jaxserve.text.detokenize import Detokenizer
 from jaxserve.text.masks import MaskFiller, Words
@@ -22,49 +22,45 @@ class StopStrings:
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
-        self._decoders: dict[Key, Detokenizer] = {}
-        self._texts: dict[Key, str] = {}  # decoded, not yet in a chunk
+        self._decoders: dict[int, Detokenizer] = {}  # by sequence
+        self._sequences: dict[Key, int] = {}  # those with a decoder
 
-    def search(self, plan: Plan, outcome: Outcome, scheduler: Scheduler) -> dict[int, Cut]:
-        """-> sequence -> where its new tokens must be cut."""
+    def search(self, plan: Plan, outcome: Outcome, scheduler: Scheduler) -> tuple[dict[int, Cut], dict[int, str]]:
+        """-> sequence -> where its new tokens must be cut; sequence -> the text they add up to there."""
         cuts: dict[int, Cut] = {}
+        texts: dict[int, str] = {}
         for row, drawn in zip(plan.rows, outcome.rows, strict=True):
             if not row.has_stops or not drawn.token_ids or drawn.is_nan:
                 continue
             sequence = scheduler.current(row)
             if sequence is None:
                 continue
-            params = sequence.request.params
-            key = (sequence.request.id, sequence.index)
-            decoder = self._decoders.get(key) or self._open(key, sequence.request)
-            ending = sequence.ending(drawn.token_ids, None)
-            token_ids = drawn.token_ids[: ending.keep]
-            if ending.reason is FinishReason.STOP and not params.include_stop_str_in_output:
-                token_ids = token_ids[:-1]  # a stop id: its own text is cut
+            decoder = self._decoders.get(row.sequence) or self._open(sequence)
+            ending, token_ids = sequence.ending(drawn.token_ids, None), drawn.token_ids
+            if ending is not ALL_OF_ONE:
+                token_ids = token_ids[: ending.keep]
+                if ending.reason is FinishReason.STOP and not sequence.request.params.include_stop_str_in_output:
+                    token_ids = token_ids[:-1]  # a stop id: its own text is cut
             piece = decoder.feed(token_ids)
-            self._texts[key] = self._texts.get(key, "") + piece.text
+            texts[row.sequence] = piece.text
             if piece.cut is not None:
                 cuts[row.sequence] = Cut(piece.cut.keep, piece.cut.stop)
-        return cuts
+        return cuts, texts
 
     def finish(self, chunks: Sequence[Chunk]) -> None:
-        """Give chunks the text that belongs to them; a sequence that ends otherwise than by a stop string gets its tail."""
-        if not self._decoders:
+        """Give last chunks the tail of their text, unless a stop string has cut it."""
+        if not self._sequences:
             return
         for chunk in chunks:
-            key = (chunk.request_id, chunk.index)
-            decoder = self._decoders.get(key)
-            if decoder is None:
+            if chunk.finish_reason is None:
                 continue
-            text = self._texts.pop(key, "")
-            if chunk.finish_reason is not None:
-                del self._decoders[key]
-                if not (chunk.finish_reason is FinishReason.STOP and isinstance(chunk.stop_reason, str)):
-                    text += decoder.flush()
-            chunk.text = text
+            number = self._sequences.pop((chunk.request_id, chunk.index), None)
+            if number is not None:
+                tail = self._decoders.pop(number).flush()  # nothing, of a text that was cut
+                chunk.text = (chunk.text or "") + tail
 
-    def _open(self, key: Key, request: Request) -> Detokenizer:
-        params = request.params
+    def _open(self, sequence: SequenceState) -> Detokenizer:
+        request, params = sequence.request, sequence.request.params
         decoder = Detokenizer(
             self._tokenizer,
             stop=params.stop,
@@ -73,7 +69,8 @@ class StopStrings:
             shown_ids=request.shown_ids,
             min_tokens=params.min_tokens,
         )
-        self._decoders[key] = decoder
+        self._decoders[sequence.number] = decoder
+        self._sequences[request.id, sequence.index] = sequence.number
         return decoder
 
 

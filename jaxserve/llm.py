@@ -11,7 +11,7 @@ from jaxserve.config import DEFAULT_MODEL, EngineConfig
 from jaxserve.engine import Engine
 from jaxserve.request import Chunk, FinishReason, Request, RequestError, SamplingParams, TokenLogprobs, Usage
 from jaxserve.start import load_engine
-from jaxserve.streams import RequestHandle, merge
+from jaxserve.streams import RequestHandle
 from jaxserve.text.chat import render_chat
 
 Prompt = str | Sequence[int]
@@ -147,10 +147,7 @@ def _as_many(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def _collect(handle: RequestHandle) -> RequestOutput:
-    by_index: dict[int, list[Chunk]] = {}
-    for chunk in handle:
-        by_index.setdefault(chunk.index, []).append(chunk)
-    wholes = [merge(by_index[index]) for index in sorted(by_index)]
+    wholes = handle.collect()
     return RequestOutput(
         prompt_ids=handle.request.prompt_ids,
         prompt_logprobs=wholes[0].prompt_logprobs,

@@ -110,8 +110,8 @@ class Loop:
         began = time.monotonic()
         outcome = unread.result()
         self._waited = time.monotonic() - began
-        cuts = self._stop_strings.search(unread.plan, outcome, self.scheduler)
-        chunks = self.scheduler.commit(unread.plan, outcome, cuts, time.monotonic())
+        cuts, texts = self._stop_strings.search(unread.plan, outcome, self.scheduler)
+        chunks = self.scheduler.commit(unread.plan, outcome, cuts, time.monotonic(), texts)
         self._masks.forget_ended(self.scheduler)
         return chunks
 

@@ -71,13 +71,14 @@ class Runner:
 
     def __init__(self, params: Params, catalogue: Catalogue):
         self.params = params
+        self._weights = jax.tree.leaves(params)
         self.catalogue = catalogue
         self.scheduler = catalogue.scheduler
         self.programs = Programs()
         self.pool: KVPool = catalogue.new_pool()
         self.slots: SlotState = catalogue.new_slots()
         self.draft_pool: KVPool | None = catalogue.new_draft_pool()
-        self._draft_params = catalogue.draft.weights(params) if catalogue.draft else {}
+        self._draft_weights = jax.tree.leaves(catalogue.draft.weights(params)) if catalogue.draft else []
         self._no_mask: dict[tuple[int, int], Array] = {}  # (rows, positions) -> every id allowed
         self._flags: dict[int, int] = {}  # slot -> sampler flags of its owner
         self._last_decode: tuple[Call, np.ndarray] | None = None  # with what was packed of it
@@ -173,7 +174,7 @@ class Runner:
         if is_decode and call.queries > 1:
             return self._verify(call, packed)
         name = f"decode {call.rows_bucket}" if is_decode else f"prefill {call.rows_bucket}x{call.queries}"
-        forwarded, self.pool = self.programs[name](self.params, self.pool, self.slots, packed)
+        forwarded, self.pool = self.programs[name](self._weights, self.pool, self.slots, packed)
         scored = {
             i: self._score(forwarded.hidden, call, i)
             for i, row in enumerate(call.rows)
@@ -199,20 +200,20 @@ class Runner:
     def propose(self, rows: int, packed: np.ndarray) -> Proposed:
         program = self.programs[f"propose {rows}"]
         if self.draft_pool is None:
-            proposed, self.pool = program(self._draft_params, self.pool, self.slots, packed)
+            proposed, self.pool = program(self._draft_weights, self.pool, self.slots, packed)
         else:
-            proposed, self.draft_pool = program(self._draft_params, self.draft_pool, self.slots, packed)
+            proposed, self.draft_pool = program(self._draft_weights, self.draft_pool, self.slots, packed)
         return proposed
 
     def _run_verify(self, call: Call, packed: np.ndarray, proposed: Proposed) -> Forwarded:
         program = self.programs[f"verify {call.rows_bucket}x{call.queries}"]
-        forwarded, self.pool = program(self.params, self.pool, self.slots, packed, proposed)
+        forwarded, self.pool = program(self._weights, self.pool, self.slots, packed, proposed)
         return forwarded
 
     def _prefill_draft(self, call: Call, packed: np.ndarray) -> None:
         if self.draft_pool is not None:
             program = self.programs[f"draft prefill {call.rows_bucket}x{call.queries}"]
-            self.draft_pool = program(self._draft_params, self.draft_pool, self.slots, packed)
+            self.draft_pool = program(self._draft_weights, self.draft_pool, self.slots, packed)
 
     def _score(self, hidden: Array, call: Call, index: int) -> list[tuple[int, Array]]:
         """Prompt logprobs of one row, block by block.  -> (entries to skip, [block, SCORED_WIDTH])."""
@@ -222,7 +223,7 @@ class Runner:
         for first in range(own + row.prompt_logprobs_from - row.start, own + row.q_len, block):
             begin = min(first, total - block)  # a block never reaches past the call: it begins earlier instead
             where = np.array([begin, row.slot, row.start + begin - own], np.int32)
-            blocks.append((first - begin, self.programs[f"score {total}"](self.params, hidden, self.slots, where)))
+            blocks.append((first - begin, self.programs[f"score {total}"](self._weights, hidden, self.slots, where)))
         return blocks
 
     def _sample(self, pending: _PendingCall, masks: Mapping[int, np.ndarray]) -> None:

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from jaxserve.config import StepTime
-from jaxserve.device.slots import INTS
+from jaxserve.device.slots import fill_slots
 from jaxserve.device.speculate import Proposed
 from jaxserve.device.state import RowFlag
 from jaxserve.device.steps import HEAD
@@ -65,13 +65,10 @@ def _fill_slots(runner: Runner) -> None:
     others, so that the softmax of the rest is denormal."""
     slots, max_len = runner.slots, runner.catalogue.scheduler.max_len
     length = min(CONTEXT, max_len // 2)
-    put = {"length": np.full(slots.length.shape, length, np.int32)}
-    put["kv_len"] = put["length"] - 1
-    put["rules"] = np.asarray(slots.rules).copy()
-    put["rules"][:, INTS.index("limit")] = max_len
     vocab = runner.catalogue.slot_shape.vocab
-    put["tokens"] = np.arange(slots.tokens.size, dtype=np.int32).reshape(slots.tokens.shape) * 7919 % vocab
-    runner.slots = replace(slots, **jax.device_put(put, runner.catalogue.replicated))
+    tokens = np.arange(slots.tokens.size, dtype=np.int32).reshape(slots.tokens.shape) * 7919 % vocab
+    filled = replace(fill_slots(slots, length=length, limit=max_len), tokens=tokens)
+    runner.slots = jax.device_put(filled, runner.catalogue.replicated)
     jax.block_until_ready(runner.slots)
 
 

@@ -26,6 +26,7 @@ class RequestHandle:
         self._tokenizer = tokenizer
         self._abort = abort
         self._waiting: deque[Chunk] = deque()
+        self._wants_ends = False  # the reader sleeps until a sequence ends
         self._unfinished = request.params.n
         self._decoders: dict[int, Detokenizer] = {}
         self._loop = _running_loop()
@@ -43,7 +44,7 @@ class RequestHandle:
         """Called on the reader's side of the hand-over."""
         self._waiting.append(chunk)
         # Looking first spares the loop a lock per chunk; a reader clears before it takes, so nothing is missed.
-        if not self._arrived.is_set():
+        if (chunk.finish_reason is not None or not self._wants_ends) and not self._arrived.is_set():
             self._arrived.set()
 
     @property
@@ -63,6 +64,15 @@ class RequestHandle:
         while self._unfinished:
             self._arrived.wait()
             yield from self._take()
+
+    def collect(self) -> list[Chunk]:
+        """Wait in a plain thread until all n sequences have ended: one chunk each, by index.  The reader is not woken
+        for what comes before, which costs the loop the interpreter for as long."""
+        self._wants_ends = True
+        by_index: dict[int, list[Chunk]] = {}
+        for chunk in self:
+            by_index.setdefault(chunk.index, []).append(chunk)
+        return [merge(by_index[index]) for index in sorted(by_index)]
 
     def _take(self) -> list[Chunk]:
         """Everything that waits, one chunk per sequence."""

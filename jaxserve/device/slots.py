@@ -71,6 +71,13 @@ def limits_of(slots: SlotState, slot: Array) -> Array:
     return slots.rules[slot, INTS.index("limit")]
 
 
+def fill_slots(slots: SlotState, *, length: int, limit: int) -> SlotState:
+    """Every slot as if it held so many tokens and might hold up to `limit`: for measurements."""
+    known = jnp.full(slots.length.shape, length, jnp.int32)
+    rules = slots.rules.at[:, INTS.index("limit")].set(limit)
+    return replace(slots, length=known, kv_len=known - 1, rules=rules)
+
+
 def pack_rules(rules: Rules) -> Array:
     """[...] -> [..., W] int32"""
     seed = lax.bitcast_convert_type(rules.seed, jnp.int32)

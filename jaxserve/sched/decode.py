@@ -44,7 +44,7 @@ class DecodePlanner:
         for sequence in self.roster.running.values():
             if sequence.computed < sequence.target:
                 continue
-            room = sequence.limit - sequence.length - len(sequence.unread)
+            room = sequence.limit - sequence.length - sequence.unread
             if room > 0:
                 found.append((sequence, min(most, room - 1) if most and sequence.speculates else 0))
         return found

@@ -133,7 +133,7 @@ class PrefillPlanner:
         sequence.computed = stop
         self.roster.counters.recomputed_tokens += max(min(stop, sequence.reached) - start, 0)
         if takes_token:
-            sequence.unread.append(1)
+            sequence.plan_tokens(1)
         return Row(
             sequence=sequence.number,
             epoch=sequence.epoch,

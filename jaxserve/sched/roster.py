@@ -75,7 +75,7 @@ class Roster:
         sequence.epoch += 1
         sequence.slot, sequence.pages, sequence.row = -1, [], None
         sequence.computed = sequence.target = sequence.published = 0
-        sequence.draft_len, sequence.unread = 0, []
+        sequence.draft_len = sequence.unread = sequence.unread_most = 0
 
     # What a sequence takes from the table and gives to it.
 

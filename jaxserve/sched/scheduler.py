@@ -19,6 +19,8 @@ from jaxserve.sched.prefill import PrefillPlanner
 from jaxserve.sched.roster import Roster
 from jaxserve.sched.sequence import SequenceState
 
+NO_TEXTS: Mapping[int, str] = {}
+
 
 class Scheduler:
     """Every accepted sequence ends exactly once, with one chunk that carries finish_reason and usage."""
@@ -132,20 +134,23 @@ class Scheduler:
         """A draft with K/V of its own falls behind while none gains, and computes nothing."""
         return self.config.has_draft_pool and self._decode.speculation.wants_drafts
 
-    def commit(self, plan: Plan, outcome: Outcome, cuts: Mapping[int, Cut], now: float) -> list[Chunk]:
+    def commit(
+        self, plan: Plan, outcome: Outcome, cuts: Mapping[int, Cut], now: float, texts: Mapping[int, str] = NO_TEXTS
+    ) -> list[Chunk]:
         """What a step has drawn: the chunks of its rows, and of all that ended elsewhere since the last call.
 
         Steps are committed in the order of their plans.  `cuts` names the rows (by sequence) whose text met a stop
-        string."""
+        string; `texts` holds what rows have added to theirs, where the caller has decoded it."""
         self._unread_steps -= 1
         self._observe(plan, outcome, now)
         chunks = self.drain()
-        alive = self.roster.alive
         for row, drawn in zip(plan.rows, outcome.rows, strict=True):
-            sequence = alive.get(row.sequence)
-            if sequence is not None and sequence.epoch == row.epoch:
+            sequence = self.current(row)
+            if sequence is not None:
                 chunk = self._read(sequence, row, drawn, cuts.get(row.sequence))
                 if chunk is not None:
+                    if row.has_stops:
+                        chunk.text = texts.get(row.sequence)
                     chunks.append(chunk)
         self._expire(now)
         return chunks + self.drain() if self._ended else chunks
@@ -172,7 +177,7 @@ class Scheduler:
 
     def _read(self, sequence: SequenceState, row: Row, drawn: RowOutcome, cut: Cut | None) -> Chunk | None:
         if row.takes_token:
-            del sequence.unread[0]
+            sequence.read(row)
         if drawn.is_nan:
             self.roster.counters.nan_rows += 1
             self.roster.pool.forget(sequence.pages)

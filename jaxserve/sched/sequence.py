@@ -76,7 +76,8 @@ class SequenceState:
     computed: int = 0  # positions whose prefill has been dispatched
     target: int = 0  # positions its prefill computes: all tokens known at admission
     reached: int = 0  # most positions ever computed: prefill below it is recompute, never a cache hit
-    unread: list[int] = field(default_factory=list)  # most tokens each unread step may add, oldest first
+    unread: int = 0  # steps that may add tokens and have not been read
+    unread_most: int = 0  # tokens that they may add together
     row: Row | None = None  # its last decode row, as long as the next one is equal
     draft_len: int = 0  # the draft's own K/V stands at the positions below it, as far as the target's does
 
@@ -136,37 +137,47 @@ class SequenceState:
     @property
     def shortest(self) -> int:
         """Tokens the device holds at the least once it has done all unread steps: each adds one or more."""
-        return self.length + len(self.unread)
+        return self.length + self.unread
 
     def longest_kv(self, q_len: int) -> int:
         """Positions written at the most once the device has done all unread steps and one more of `q_len` queries.
 
         The newest token's K/V is not written yet, and a row at its limit is inert on the device."""
-        return min(self.length - 1 + sum(self.unread) + q_len, self.limit - 1)
+        return min(self.length - 1 + self.unread_most + q_len, self.limit - 1)
 
     @property
     def is_draft_level(self) -> bool:
         """Whether the draft's own K/V will stand wherever the target's does once the device has done all unread steps."""
         return self.draft_len >= self.longest_kv(0)
 
+    def plan_tokens(self, most: int) -> None:
+        """One more unread step, of up to so many tokens."""
+        self.unread += 1
+        self.unread_most += most
+
     def plan_decode(self, q_len: int, *, is_drafted: bool) -> None:
         """One more unread step, of up to `q_len` tokens.  Without its draft, the draft stays behind at the least position
         where this step may begin: what it has written past that are guesses that nobody confirmed."""
         if self.draft_len and not is_drafted:
             self.draft_len = min(self.draft_len, self.shortest - 1)
-        self.unread.append(q_len)
+        self.plan_tokens(q_len)
         if is_drafted:
             self.draft_len = self.longest_kv(0)
 
     def missing_pages(self, q_len: int, page_size: int) -> int:
         """Pages it lacks for the longest case of a step of `q_len` queries."""
         held = len(self.pages)
-        if self.length - 1 + sum(self.unread) + q_len <= held * page_size:
+        if self.length - 1 + self.unread_most + q_len <= held * page_size:
             return 0  # nearly every row of nearly every step
         return max(-(-self.longest_kv(q_len) // page_size) - held, 0)
 
+    def read(self, row: Row) -> None:
+        """A step that might add tokens has been read."""
+        self.unread -= 1
+        self.unread_most -= row.q_len if row.start < 0 else 1
+
     def append(self, token_ids: Sequence[int]) -> None:
-        """Tokens have been read."""
+        """Tokens have been drawn, and count."""
         self.output += token_ids
         self.length += len(token_ids)
 

@@ -63,27 +63,31 @@ class Detokenizer:
     def feed(self, token_ids: Sequence[int]) -> Piece:
         """The text that these tokens add.  After a cut nothing may follow."""
         assert not self._is_cut, "a text that was cut at a stop goes on"
+        if len(token_ids) == 1:
+            return self._feed_one(token_ids[0])
         texts: list[str] = []
         for count, token_id in enumerate(token_ids, 1):
-            new = self._text_of(token_id)
-            self._unsearched -= 1
-            if not new:
-                continue
-            if self._matcher is None or self._unsearched >= 0:
-                texts.append(new)
-                continue
-            found = self._matcher.scan(new)
-            known = self._held + new
-            if found is not None:
-                start, stop = found
-                end = len(self._held) + start
-                texts.append(known[: end + len(stop) if self._include_stop else end])
-                self._held, self._is_cut = "", True
-                return Piece("".join(texts), StopCut(count, stop))
-            sure = len(known) - self._matcher.depth
-            texts.append(known[:sure])
-            self._held = known[sure:]
+            piece = self._feed_one(token_id)
+            texts.append(piece.text)
+            if piece.cut is not None:
+                return Piece("".join(texts), StopCut(count, piece.cut.stop))
         return Piece("".join(texts))
+
+    def _feed_one(self, token_id: int) -> Piece:
+        new = self._text_of(token_id)
+        self._unsearched -= 1
+        if not new or self._matcher is None or self._unsearched >= 0:
+            return Piece(new)
+        found = self._matcher.scan(new)
+        known = self._held + new
+        if found is not None:
+            start, stop = found
+            end = len(self._held) + start
+            self._held, self._is_cut = "", True
+            return Piece(known[: end + len(stop) if self._include_stop else end], StopCut(1, stop))
+        sure = len(known) - self._matcher.depth
+        self._held = known[sure:]
+        return Piece(known[:sure])
 
     def flush(self) -> str:
         """The held-back tail, when the sequence ends without a stop string; an unfinished character becomes U+FFFD."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +12,7 @@ from jax.sharding import Mesh
 from jaxserve.catalogue import Catalogue
 from jaxserve.config import EngineConfig, SchedulerConfig
 from jaxserve.device.sharding import make_mesh
+from jaxserve.device.slots import fill_slots
 from jaxserve.device.steps import HEAD, Params
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.tree import abstract_params, layout_for, make_model
@@ -75,10 +75,9 @@ def _decode_seconds(
     catalogue = Catalogue.of(model, scheduler, EngineConfig(slots=rows), mesh=mesh, backend=backend)
     programs, name = Programs(), f"decode {rows}"
     programs.compile({name: catalogue.wanted(params)[name]})
-    pool, slots = catalogue.new_pool(), catalogue.new_slots()
-    full = jnp.full((rows + 1,), context, jnp.int32)
-    slots = replace(slots, length=full, kv_len=full - 1, limit=full + 8)
+    pool, slots = catalogue.new_pool(), fill_slots(catalogue.new_slots(), length=context, limit=context + 8)
     slots = jax.device_put(slots, catalogue.replicated)
+    weights = jax.tree.leaves(params)
     packed = np.zeros((rows, HEAD + scheduler.pages_per_row), np.int32)
     packed[:, 0], packed[:, 1], packed[:, 3] = range(rows), 1, 1
     packed[:, HEAD:] = np.arange(1, rows * columns + 1, dtype=np.int32).reshape(rows, columns)
@@ -86,7 +85,7 @@ def _decode_seconds(
     for _ in range(8):
         began, steps = time.perf_counter(), 5
         for _ in range(steps):
-            forwarded, pool = programs[name](params, pool, slots, packed)
+            forwarded, pool = programs[name](weights, pool, slots, packed)
         jax.block_until_ready((forwarded, pool))
         times.append((time.perf_counter() - began) / steps)
     shape = model.shape

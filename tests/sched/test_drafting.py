@@ -225,7 +225,7 @@ def test_guesses_taken_for_the_drafts_past_are_noticed(monkeypatch):
     """A step without the draft, after one whose drafts were rejected."""
 
     def plan_decode(sequence, q_len, *, is_drafted):
-        sequence.unread.append(q_len)
+        sequence.plan_tokens(q_len)
         if is_drafted:
             sequence.draft_len = sequence.longest_kv(0)
 

@@ -93,7 +93,7 @@ def test_breaking_rule_3_a_position_guessed_by_the_host_is_noticed(monkeypatch):
 
 def test_breaking_rule_4_trimming_what_an_unread_step_may_write_is_noticed(monkeypatch):
     def trim(roster, sequence):
-        needed = -(-(sequence.length - 1 + len(sequence.unread)) // roster.config.page_size)
+        needed = -(-(sequence.length - 1 + sequence.unread) // roster.config.page_size)
         roster.pool.release(sequence.pages[needed:])
         del sequence.pages[needed:]
         sequence.row = None
@@ -109,7 +109,7 @@ def test_breaking_rule_6_reading_rows_of_an_old_epoch_is_noticed(monkeypatch, nu
     def current(scheduler, row):
         found = [sequence for sequence in scheduler.roster.running.values() if sequence.slot == row.slot]
         if found and found[0].number != row.sequence:
-            found[0].unread.append(1)
+            found[0].plan_tokens(1)
         return found[0] if found else None
 
     monkeypatch.setattr(Scheduler, "current", current)
