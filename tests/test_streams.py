@@ -50,12 +50,13 @@ def test_a_stream_is_woken_for_whatever_comes(handle: RequestHandle) -> None:
 def test_who_collects_is_woken_when_a_sequence_ends_and_gets_everything(handle: RequestHandle) -> None:
     found: list[Chunk] = []
     put(handle, 1, 7)  # before anybody reads
-    reader = threading.Thread(target=lambda: found.extend(handle.collect()))
+    reader = threading.Thread(target=lambda: found.extend(handle.collect()), daemon=True)
     reader.start()
     while handle._waiting or handle._arrived.is_set():  # it has taken that one and sleeps
         reader.join(0.001)
     before = cast(Counted, handle._arrived).times
     put(handle, 0, 5)
+    assert cast(Counted, handle._arrived).times == before
     put(handle, 1, 8, is_last=True)
     assert cast(Counted, handle._arrived).times == before + 1
     put(handle, 0, 6, is_last=True)
