@@ -37,6 +37,7 @@ from jaxserve.device.draft_model import SecondModel
 from jaxserve.device.noise import gumbel
 from jaxserve.device.selfdraft import QuantisedSelf
 from jaxserve.device.sharding import make_mesh
+from jaxserve.device.slots import fill_slots
 from jaxserve.device.speculate import FirstLayers, NGram
 from jaxserve.device.steps import HEAD, place
 from jaxserve.drafts import make_draft
@@ -129,12 +130,8 @@ def _step(model, drafts, catalogue: Catalogue, params, weights, pool, text, leng
                 hidden, pool = draft.model.forward(weights[source], newest, inputs.positions, pool, attend)
                 logits[source] = draft.model.logits(weights[source], hidden)[:, 0]
             case NGram():
-                slots = catalogue.new_slots()
-                whole = lambda value: jnp.full((rows + 1,), value, jnp.int32)  # noqa: E731
-                slots = replace(
-                    slots, tokens=jnp.pad(text, ((0, 1), (0, 0))), length=whole(length), kv_len=whole(length - 1),
-                    limit=whole(text.shape[1]),
-                )  # fmt: skip
+                slots = fill_slots(catalogue.new_slots(), length=length, limit=text.shape[1])
+                slots = replace(slots, tokens=jnp.pad(text, ((0, 1), (0, 0))))
                 found, _ = draft.propose(
                     {}, pool, slots, packed, drafts=1, backend=catalogue.backend, mesh=catalogue.mesh
                 )

@@ -71,7 +71,7 @@ def limits_of(slots: SlotState, slot: Array) -> Array:
     return slots.rules[slot, INTS.index("limit")]
 
 
-def fill_slots(slots: SlotState, *, length: int, limit: int) -> SlotState:
+def fill_slots(slots: SlotState, *, length: int | Array, limit: int) -> SlotState:
     """Every slot as if it held so many tokens and might hold up to `limit`: for measurements."""
     known = jnp.full(slots.length.shape, length, jnp.int32)
     rules = slots.rules.at[:, INTS.index("limit")].set(limit)
