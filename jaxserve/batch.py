@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from jaxserve.device.sampling import DRAWN_WIDTH
-from jaxserve.device.slots import FLOATS, INTS, load_width
+from jaxserve.device.slots import FLOATS, INTS, LOAD_HEAD, load_width
 from jaxserve.device.state import RowFlag, SlotShape
 from jaxserve.device.steps import HEAD, SCORED_WIDTH
 from jaxserve.request import MAX_LOGPROBS, SamplingParams, TokenLogprobs
@@ -46,6 +46,7 @@ def pack_load(load: SlotLoad, shape: SlotShape) -> np.ndarray:
     params = load.params
     seed = np.array([load.seed], np.uint64).view(np.int32)  # low word, high word
     ints = {
+        "slot": load.slot, "length": len(load.tokens), "prompt_len": load.prompt_len,
         "limit": load.limit, "min_len": load.min_len, "seed_low": seed[0], "seed_high": seed[1], "top_k": params.top_k,
     }  # fmt: skip
     floats = {
@@ -55,8 +56,7 @@ def pack_load(load: SlotLoad, shape: SlotShape) -> np.ndarray:
     }  # fmt: skip
     biases = dict(params.logit_bias) | dict.fromkeys(params.banned_token_ids, -math.inf)
     parts = [
-        np.array([load.slot, len(load.tokens), load.prompt_len], np.int32),
-        np.array([ints[name] for name in INTS], np.int32),
+        np.array([ints[name] for name in (*LOAD_HEAD, *INTS)], np.int32),
         np.array([floats[name] for name in FLOATS], np.float32).view(np.int32),
         _padded(load.stop_ids, shape.stop_ids, -1),
         _padded(tuple(biases), shape.biases, -1),
@@ -141,11 +141,12 @@ def read_call(call: Call, drawn: np.ndarray, scored: dict[int, np.ndarray]) -> l
     -> outcomes."""
     assert drawn.shape[1] == DRAWN_WIDTH
     outcomes = []
-    for row, token, is_nan in zip(call.rows, drawn[:, 0].tolist(), drawn[:, 1].tolist(), strict=False):
-        outcomes.append(RowOutcome((token,), is_nan=is_nan > 0) if token >= 0 else RowOutcome())
-        if row.logprobs is not None and token >= 0:
-            words = drawn[len(outcomes) - 1, 2:]
-            outcomes[-1].logprobs = (_token_logprobs(token, words, row.logprobs),)
+    tokens, is_nan = drawn[:, 0].tolist(), drawn[:, 1].tolist()
+    for i, row in enumerate(call.rows):
+        outcome = RowOutcome((tokens[i],), is_nan=is_nan[i] > 0) if tokens[i] >= 0 else RowOutcome()
+        if row.logprobs is not None and outcome.token_ids:
+            outcome.logprobs = (_token_logprobs(tokens[i], drawn[i, 2:], row.logprobs),)
+        outcomes.append(outcome)
     for i, entries in scored.items():
         outcomes[i].prompt_logprobs = _read_scored(call.rows[i], entries)
     return outcomes

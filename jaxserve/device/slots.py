@@ -1,7 +1,8 @@
 """The slots: how a sequence's rules lie in one row of int32, and how a slot is given to a sequence.
 
 A load is one packed int32 vector, and resets every field of the slot.  It runs at every admission (first, resumed,
-prefix hit), so nothing of the last owner is left behind."""
+prefix hit), so nothing of the last owner is left behind.  What the fields mean to a draw is not decided here, and a
+step's own changes (tokens, lengths, counts) are made by the steps."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from jax import Array, lax
 from jaxserve.device.state import SEEN_IN_PROMPT, RowState, Rules, SlotShape, SlotState
 
 # The head of a load, by position, and of the rules behind it; floats travel as their bits.
-HEAD = ("slot", "length", "prompt_len")
+LOAD_HEAD = ("slot", "length", "prompt_len")
 INTS = ("limit", "min_len", "seed_low", "seed_high", "top_k")
 FLOATS = ("temperature", "top_p", "min_p", "presence", "frequency", "repetition")
 
@@ -25,8 +26,8 @@ def rules_width(shape: SlotShape) -> int:
 
 
 def load_width(shape: SlotShape) -> int:
-    """int32 words of a load: HEAD, rules [W], tokens [max_len]."""
-    return len(HEAD) + rules_width(shape) + shape.max_len
+    """int32 words of a load: LOAD_HEAD, rules [W], tokens [max_len]."""
+    return len(LOAD_HEAD) + rules_width(shape) + shape.max_len
 
 
 def empty_slots(shape: SlotShape) -> SlotState:
@@ -48,7 +49,7 @@ def empty_slots(shape: SlotShape) -> SlotState:
 
 def load_slot(slots: SlotState, packed: Array) -> SlotState:
     """packed: [load_width] int32 -> slots with one row reset and its counts rebuilt from its tokens."""
-    head, rules, tokens = jnp.split(packed, [len(HEAD), len(HEAD) + rules_width(slots.shape)])
+    head, rules, tokens = jnp.split(packed, [len(LOAD_HEAD), len(LOAD_HEAD) + rules_width(slots.shape)])
     slot, length, prompt_len = head
     return replace(
         slots,

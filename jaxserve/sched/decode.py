@@ -28,10 +28,13 @@ class DecodePlanner:
             ready = self._with_queries(candidates, wish)
         else:
             wish, ready = Wish(0), [(sequence, 1) for sequence, _ in candidates]
-        if self._shortage(ready) > self.roster.pool.available:
+        shortage = self._shortage(ready)
+        if shortage > self.roster.pool.available:
             ready = self._make_room(now, wish)
         if not ready:
             return None
+        if shortage:
+            self._grow(ready)
         call = self._call(ready, wish)
         self.roster.counters.decode_calls += 1
         self.roster.counters.decode_rows += len(call.rows)
@@ -44,7 +47,7 @@ class DecodePlanner:
         for sequence in self.roster.running.values():
             if sequence.computed < sequence.target:
                 continue
-            room = sequence.limit - sequence.length - sequence.unread
+            room = sequence.limit - sequence.shortest
             if room > 0:
                 found.append((sequence, min(most, room - 1) if most and sequence.speculates else 0))
         return found
@@ -100,10 +103,14 @@ class DecodePlanner:
                 rows.append((sequence, 1))
         return rows
 
+    def _grow(self, ready: Ready) -> None:
+        """Gives every row the pages of its longest case."""
+        for sequence, q_len in ready:
+            if missing := sequence.missing_pages(q_len, self.config.page_size):
+                sequence.pages += self.roster.pool.allocate(missing)
+                sequence.row = None
+
     def _row(self, sequence: SequenceState, q_len: int, *, is_verified: bool) -> Row:
-        if missing := sequence.missing_pages(q_len, self.config.page_size):
-            sequence.pages += self.roster.pool.allocate(missing)
-            sequence.row = None
         row, is_drafted = sequence.row, is_verified and self.config.has_draft_pool and self._is_level(sequence)
         if row is None or row.q_len != q_len or row.is_drafted != is_drafted:
             request = sequence.request

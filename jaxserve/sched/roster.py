@@ -195,3 +195,5 @@ class Roster:
         slots = [*self.free_slots, *(sequence.slot for sequence in self.running.values())]
         assert sorted(slots) == list(range(self.config.slots)), f"slots are lost or shared: {slots}"
         assert len(self.alive) == len(self.running) + len(self.waiting)
+        for sequence in self.alive.values():
+            sequence.check()

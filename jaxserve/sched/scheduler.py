@@ -202,7 +202,7 @@ class Scheduler:
             index=sequence.index,
             token_ids=token_ids,
             logprobs=logprobs,
-            prompt_logprobs=sequence.take_prompt_logprobs() if sequence.owes_prompt_logprobs else None,
+            prompt_logprobs=sequence.take_prompt_logprobs(),
         )
 
     def _append(self, sequence: SequenceState, row: Row, drawn: RowOutcome, token_ids: tuple[int, ...]) -> None:
@@ -218,7 +218,7 @@ class Scheduler:
             counters.count_proposal(drawn.drafted, accepted)
             self._decode.speculation.observe_draft(sequence, drawn.drafted, len(drawn.token_ids) - 1)
         self.roster.publish_output(sequence)
-        if row.q_len > len(token_ids) and row.start < 0:
+        if len(token_ids) < row.q_len and row.start < 0:
             self.roster.trim(sequence)
 
     # The one place where a sequence ends.

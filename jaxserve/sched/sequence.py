@@ -51,7 +51,7 @@ class SequenceState:
     number: int  # unique for the scheduler's life
     request: Request
     prompt_len: int
-    length: int  # tokens known: prompt and output read
+    length: int  # tokens known: prompt_len + len(output), kept because every step of every row asks for it
     index: int  # which of the request's n samples
     arrival: float
     seed: int
@@ -158,7 +158,7 @@ class SequenceState:
     def plan_decode(self, q_len: int, *, is_drafted: bool) -> None:
         """One more unread step, of up to `q_len` tokens.  Without its draft, the draft stays behind at the least position
         where this step may begin: what it has written past that are guesses that nobody confirmed."""
-        if self.draft_len and not is_drafted:
+        if not is_drafted:
             self.draft_len = min(self.draft_len, self.shortest - 1)
         self.plan_tokens(q_len)
         if is_drafted:
@@ -166,10 +166,7 @@ class SequenceState:
 
     def missing_pages(self, q_len: int, page_size: int) -> int:
         """Pages it lacks for the longest case of a step of `q_len` queries."""
-        held = len(self.pages)
-        if self.length - 1 + self.unread_most + q_len <= held * page_size:
-            return 0  # nearly every row of nearly every step
-        return max(-(-self.longest_kv(q_len) // page_size) - held, 0)
+        return max(-(-self.longest_kv(q_len) // page_size) - len(self.pages), 0)
 
     def read(self, row: Row) -> None:
         """A step that might add tokens has been read."""
@@ -180,6 +177,12 @@ class SequenceState:
         """Tokens have been drawn, and count."""
         self.output += token_ids
         self.length += len(token_ids)
+
+    def check(self) -> None:
+        """Proves that what it keeps in two forms agrees.  For tests."""
+        assert self.prompt_len == len(self.request.prompt_ids) and self.length == self.prompt_len + len(self.output)
+        assert 0 <= self.unread <= self.unread_most, f"{self.unread} steps may add {self.unread_most} tokens"
+        assert self.unread or not self.unread_most, f"nothing is unread, and may add {self.unread_most} tokens"
 
     def tokens(self, start: int, stop: int) -> Sequence[int]:
         prompt, split = self.request.prompt_ids, self.prompt_len
