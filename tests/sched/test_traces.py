@@ -109,7 +109,7 @@ def test_breaking_rule_6_reading_rows_of_an_old_epoch_is_noticed(monkeypatch, nu
     def current(scheduler, row):
         found = [sequence for sequence in scheduler.roster.running.values() if sequence.slot == row.slot]
         if found and found[0].number != row.sequence:
-            found[0].plan_tokens(1)
+            found[0].plan_tokens(row.q_len if row.start < 0 else 1)
         return found[0] if found else None
 
     monkeypatch.setattr(Scheduler, "current", current)
