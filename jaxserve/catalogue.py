@@ -62,6 +62,12 @@ class Catalogue:
         )  # fmt: skip
 
     @property
+    def said(self) -> str:
+        """All that its programs follow from beside their names and arguments, in words."""
+        mesh = (self.mesh, [device.id for device in self.mesh.devices.flat])
+        return repr((self.model, self.slot_shape, mesh, self.backend, self.draft, self.scheduler.num_drafts))
+
+    @property
     def replicated(self) -> NamedSharding:
         return NamedSharding(self.mesh, Spec())
 

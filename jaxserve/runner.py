@@ -22,6 +22,7 @@ from jaxserve.device.steps import SCORE_BLOCK, Forwarded, Params
 from jaxserve.programs import Programs
 from jaxserve.sched.plan import Call, Outcome, Plan
 from jaxserve.sched.speculation import choose
+from jaxserve.shelf import Shelf
 
 
 @dataclass(slots=True)
@@ -69,12 +70,12 @@ class Pending:
 class Runner:
     """Owns the device."""
 
-    def __init__(self, params: Params, catalogue: Catalogue):
+    def __init__(self, params: Params, catalogue: Catalogue, shelf: Shelf | None = None):
         self.params = params
         self._weights = jax.tree.leaves(params)
         self.catalogue = catalogue
         self.scheduler = catalogue.scheduler
-        self.programs = Programs()
+        self.programs = Programs(shelf)
         self.pool: KVPool = catalogue.new_pool()
         self.slots: SlotState = catalogue.new_slots()
         self.draft_pool: KVPool | None = catalogue.new_draft_pool()

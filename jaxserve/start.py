@@ -39,6 +39,7 @@ from jaxserve.models.loading import load_params, pack_matrices
 from jaxserve.models.tree import make_model
 from jaxserve.programs import compile_counter
 from jaxserve.runner import Runner
+from jaxserve.shelf import Shelf
 from jaxserve.steptimes import measure_steps
 from jaxserve.text import load_tokenizer
 
@@ -52,7 +53,7 @@ def load_engine(config: EngineConfig, *, console: Console | None = None) -> Engi
     """Read the model, size the pool, compile every program.  console: where the start is told; None = nowhere."""
     console = console or Console(quiet=True)
     compile_counter()
-    use_compile_cache(config.compile_cache)
+    cache = use_compile_cache(config.compile_cache)
     began = time.perf_counter()
     devices = find_devices(config.accelerator)
     mesh = make_mesh(devices, config.tensor_parallel)
@@ -72,7 +73,7 @@ def load_engine(config: EngineConfig, *, console: Console | None = None) -> Engi
     draft = make_draft(config.draft, model, load_second)
     loaded = time.perf_counter()
     catalogue = plan_memory(config, model=model, params=params, draft=draft, mesh=mesh, backend=backend)
-    runner = Runner(params, catalogue)
+    runner = Runner(params, catalogue, Shelf.of(catalogue.said, cache, mesh.devices.flat))
     misses = compile_counter().cache_misses
     seconds = runner.warm_up()
     times = measure_steps(runner) if catalogue.draft and catalogue.scheduler.is_adaptive else ()
@@ -166,10 +167,10 @@ def has_llvmlite() -> bool:
     return importlib.util.find_spec("llvmlite") is not None
 
 
-def use_compile_cache(folder: str) -> None:
-    """jax's persistent compile cache: a second start compiles nothing."""
+def use_compile_cache(folder: str) -> Path | None:
+    """jax's persistent compile cache: a second start compiles nothing.  -> its folder."""
     if folder == "off":
-        return
+        return None
     if folder == "auto":
         folder = str(cache_folder() / "programs")
     try:
@@ -181,6 +182,7 @@ def use_compile_cache(folder: str) -> None:
     jax.config.update("jax_compilation_cache_dir", folder)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    return Path(folder)
 
 
 def plan_memory(
@@ -195,7 +197,15 @@ def plan_memory(
     budget = pool_bytes(config, mesh, lambda: smallest.largest_temporaries(params), reserved=own)
     # More than every slot at max_len would help nobody but the prefix table.
     most = config.slots * smallest.scheduler.pages_per_row
-    return catalogue_for(pages=min(most, budget // (smallest.page_bytes + smallest.draft_page_bytes)))
+    found = budget // (smallest.page_bytes + smallest.draft_page_bytes)
+    return catalogue_for(pages=most if found >= most else steady_pages(found, least=smallest.scheduler.pages_per_row))
+
+
+def steady_pages(pages: int, *, least: int) -> int:
+    """A few percent less, and nearly always the same at the next start, which finds a little more or less memory free:
+    programs are compiled for the pool's pages.  Never under `least` for it."""
+    unit = 1 << max(pages.bit_length() - 5, 0)
+    return max(pages // unit * unit, min(pages, least))
 
 
 def max_len_of(config: EngineConfig, model: Decoder) -> int:

@@ -4,6 +4,7 @@ Nothing here imports an implementation before it is asked for: a TPU kernel's im
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable
 
@@ -34,6 +35,25 @@ IMPLEMENTATIONS: dict[str, dict[str, str]] = {
         "pallas_triton": "pallas_kernels.quant_matmul.gpu:quant_matmul",
     },
 }
+
+# What XLA calls by name in this process -> the function that has made it known, and with what.
+CUSTOM_CALLS: dict[str, tuple[Callable[..., str], tuple]] = {}
+
+
+def custom_call(make: Callable[..., str]) -> Callable[..., str]:
+    """Wraps a function that makes a custom call known to XLA and returns its name.  Each is made once, and noted for
+    processes that meet its name in a program which they have not traced."""
+
+    made: dict[tuple, str] = {}
+
+    @functools.wraps(make)
+    def ready(*plan) -> str:
+        if plan not in made:
+            made[plan] = make(*plan)
+            CUSTOM_CALLS[made[plan]] = (ready, plan)
+        return made[plan]
+
+    return ready
 
 
 def implementation(operation: str, backend: str) -> Callable[..., Array]:

@@ -33,6 +33,7 @@ FLOORS = {
     "jaxserve.drafts": 4,
     "jaxserve.draft_model": 4,
     "jaxserve.programs": 5,
+    "jaxserve.shelf": 4,
     "jaxserve.batch": 4,
     "jaxserve.metrics": 4,
     "jaxserve.sched": 3,

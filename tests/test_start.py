@@ -10,7 +10,7 @@ import pytest
 from jaxserve.config import EngineConfig
 from jaxserve.device.sharding import make_mesh
 from jaxserve.models.tree import make_model
-from jaxserve.start import choose_attention, choose_matmul
+from jaxserve.start import choose_attention, choose_matmul, steady_pages
 from tests.tiny_model import LLAMA
 
 HAS_NATIVE = importlib.util.find_spec("llvmlite") is not None
@@ -70,3 +70,13 @@ def test_what_native_cannot_do_is_refused_by_name_and_left_to_xla_by_auto() -> N
     assert products(EngineConfig(), "bfloat16")[0] == products(EngineConfig(), devices=2)[0] == "xla"
     assert attention(EngineConfig(), "bfloat16")[0] == "xla"
     assert attention(EngineConfig(kv_dtype="int8"))[0] == "xla"
+
+
+def test_a_little_more_or_less_free_memory_gives_the_same_pool() -> None:
+    """Else the next start would compile every program again."""
+    found = [steady_pages(int(1100 * share), least=16) for share in (0.99, 1.0, 1.01)]
+    assert found == [1088] * 3
+    for pages in range(1, 5000):
+        assert 0.93 * pages <= steady_pages(pages, least=16) <= pages
+    assert steady_pages(1100, least=1095) == 1095
+    assert steady_pages(1100, least=1200) == 1100  # too few for a sequence: said elsewhere

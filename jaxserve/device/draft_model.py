@@ -7,7 +7,7 @@ run writes over what is wrong.  `prefill` does the rest; the scheduler knows how
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ class SecondModel:
     """Rows without RowFlag.DRAFTED, which lack K/V here, propose nothing and touch nothing."""
 
     model: Model
-    params: Params
+    params: Params = field(repr=False)
     is_lookup: bool = False
 
     def weights(self, params: Params) -> Params:

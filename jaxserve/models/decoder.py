@@ -95,6 +95,9 @@ class Decoder:
         self._outer, self._outer_state = nnx.split(nnx.eval_shape(lambda: Outer(config, dtype)))
         self._block, self._block_state = nnx.split(nnx.eval_shape(lambda: type(self).block(config, dtype)))
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.config!r}, {self.dtype!r})"
+
     @staticmethod
     def from_hf(hf: Mapping) -> ModelConfig:
         """Raises ValueError naming what is missing or not supported."""

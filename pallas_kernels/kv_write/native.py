@@ -3,7 +3,6 @@ a thread to share them, which takes longer than the copies do."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 
 import jax
@@ -14,6 +13,7 @@ from llvmlite import ir
 from pallas_kernels.native.code import BIT, BYTE, FLOATS, INT32, INT64, VOID, Code, intrinsic, number
 from pallas_kernels.native.ffi import Buffer, handler
 from pallas_kernels.native.host import host, register
+from pallas_kernels.registry import custom_call
 
 NAME = "jaxserve_kv_write"
 TOGETHER = 64  # tokens of a unit: a decode step's are too few to share
@@ -33,17 +33,17 @@ def kv_write(
     """See the package's `kv_write`.  Serves float32 pools alone; ValueError for others."""
     if data.dtype != jnp.float32:
         raise ValueError(f"serves float32 pools alone, got {data.dtype}")
-    _ready()
     first_page = (layer * num_pages).reshape(1)
-    call = jax.ffi.ffi_call(NAME, jax.ShapeDtypeStruct(data.shape, data.dtype), input_output_aliases={0: 0})
+    call = jax.ffi.ffi_call(_ready(), jax.ShapeDtypeStruct(data.shape, data.dtype), input_output_aliases={0: 0})
     return call(data, k, v, page_table, positions, valid, first_page)
 
 
-@functools.cache
-def _ready() -> None:
+@custom_call
+def _ready() -> str:
     module = ir.Module(NAME)
     handler(module, NAME, _prepare, _write_tokens, lanes=host().lanes)
     register(module, NAME)
+    return NAME
 
 
 def _prepare(code: Code, argument: Callable[[int], Buffer], result: Buffer) -> tuple[ir.Value, Sequence[ir.Value]]:

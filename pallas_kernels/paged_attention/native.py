@@ -30,6 +30,7 @@ from llvmlite import ir
 from pallas_kernels.native.code import BIT, FLOAT, FLOATS, INT32, INT64, Code, number
 from pallas_kernels.native.ffi import Buffer, handler
 from pallas_kernels.native.host import host, register, threads
+from pallas_kernels.registry import custom_call
 
 LINES = 128  # of a kv head at once: what a row has more is a block of its own, and reads the keys and values again
 GROUP = 64  # positions between two updates of the running softmax
@@ -75,10 +76,9 @@ def paged_attention(
     group = heads // kv_heads
     at_once = queries if queries * group <= LINES else max(1, LINES // group)
     plan = _Plan(at_once, group, kv_heads, head_dim, page_size, softcap > 0, host().lanes, host().registers)
-    _ready(plan)
     log2_e = math.log2(math.e)  # the softmax counts in powers of two
     factors = (scale_factor / softcap, softcap * log2_e) if softcap else (scale_factor * log2_e, 1.0)
-    return jax.ffi.ffi_call(plan.name, jax.ShapeDtypeStruct(q.shape, q.dtype))(
+    return jax.ffi.ffi_call(_ready(plan), jax.ShapeDtypeStruct(q.shape, q.dtype))(
         q, data, page_table, kv_len, q_len, layer.reshape(1), window.reshape(1), np.array([num_pages], np.int32),
         np.array(factors, np.float32),
     )  # fmt: skip
@@ -143,14 +143,15 @@ class _Cursor(NamedTuple):
     position: ir.Value
 
 
-@functools.cache
-def _ready(plan: _Plan) -> None:
+@custom_call
+def _ready(plan: _Plan) -> str:
     module = ir.Module(plan.name)
     attend = _Attend(module, plan).function
     handler(
         module, plan.name, functools.partial(_prepare, plan), functools.partial(_unit, plan, attend), lanes=plan.lanes
     )
     register(module, plan.name)
+    return plan.name
 
 
 def _prepare(

@@ -19,6 +19,7 @@ from llvmlite import ir
 from pallas_kernels.native.code import BIT, FLOATS, INT32, INT64, Code, number
 from pallas_kernels.native.ffi import Buffer, handler
 from pallas_kernels.native.host import host, register, threads
+from pallas_kernels.registry import custom_call
 
 NAME = "jaxserve_panel_matmul"
 CHUNK = 192  # inputs a tile goes over at once: a chunk of a panel stays in the nearest cache
@@ -35,17 +36,17 @@ def panel_width() -> int:
 
 def panel_matmul(x: Array, panels: Array, layer: Array, *, outputs: int) -> Array:
     """x [M, I], panels [L, P, I, W] -> [M, outputs].  See the package's `panel_matmul`."""
-    _ready()
-    call = jax.ffi.ffi_call(NAME, jax.ShapeDtypeStruct((x.shape[0], outputs), jnp.float32))
+    call = jax.ffi.ffi_call(_ready(), jax.ShapeDtypeStruct((x.shape[0], outputs), jnp.float32))
     return call(x, panels, layer.reshape(1))
 
 
-@functools.cache
-def _ready() -> None:
+@custom_call
+def _ready() -> str:
     module = ir.Module(NAME)
     tiles = _Tiles(module)
     handler(module, NAME, _prepare, functools.partial(_group, tiles), lanes=host().lanes)
     register(module, NAME)
+    return NAME
 
 
 def _prepare(code: Code, argument: Callable[[int], Buffer], result: Buffer) -> tuple[ir.Value, Sequence[ir.Value]]:
