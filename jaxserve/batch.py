@@ -5,8 +5,10 @@ are page ids, since JAX clips a bad index in silence.  Every array is new: the C
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 
@@ -84,6 +86,8 @@ def pack_call(
 
     flags: slot -> `sampler_flags` of its owner.  last: a call and what was packed of it; rows that are the very same are
     not packed again, and when all are, its array is this call's too."""
+    if last and last[0] is call:
+        return last[1]
     changed = list(enumerate(call.rows))
     if last and last[0].rows_bucket == call.rows_bucket and len(last[0].rows) == len(call.rows):
         changed = [(i, row) for (i, row), before in zip(changed, last[0].rows, strict=True) if row is not before]
@@ -143,13 +147,22 @@ def read_call(call: Call, drawn: np.ndarray, scored: dict[int, np.ndarray]) -> l
     outcomes = []
     tokens, is_nan = drawn[:, 0].tolist(), drawn[:, 1].tolist()
     for i, row in enumerate(call.rows):
-        outcome = RowOutcome((tokens[i],), is_nan=is_nan[i] > 0) if tokens[i] >= 0 else RowOutcome()
+        outcome = _one(tokens[i])
+        if is_nan[i] > 0 and outcome.token_ids:
+            outcome = replace(outcome, is_nan=True)
         if row.logprobs is not None and outcome.token_ids:
-            outcome.logprobs = (_token_logprobs(tokens[i], drawn[i, 2:], row.logprobs),)
+            outcome = replace(outcome, logprobs=(_token_logprobs(tokens[i], drawn[i, 2:], row.logprobs),))
         outcomes.append(outcome)
     for i, entries in scored.items():
-        outcomes[i].prompt_logprobs = _read_scored(call.rows[i], entries)
+        outcomes[i] = replace(outcomes[i], prompt_logprobs=_read_scored(call.rows[i], entries))
     return outcomes
+
+
+@functools.lru_cache(maxsize=1 << 13)
+def _one(token: int) -> RowOutcome:
+    """A row that drew this token and nothing else is to be said of; negative = none.  Kept: one a row and step is read,
+    and most are of the same few tokens."""
+    return RowOutcome((token,)) if token >= 0 else RowOutcome()
 
 
 def read_verified(call: Call, drawn: np.ndarray) -> list[RowOutcome]:

@@ -4,6 +4,7 @@ Nothing here is on the device, and nothing here decides what is computed: that i
 
 from __future__ import annotations
 
+import gc
 import logging
 import random
 import threading
@@ -110,6 +111,10 @@ class Engine:
         self._draining = False
         self._loop = self._new_loop(host_seconds=self._loop.host_seconds)
         self._compiles = (self._num_compiles, compile_counter().compiles)
+        # Python's collector would walk all that stands (jax's modules, programs) again and again, a tenth of a second each
+        # time, in whatever thread makes an object too many: mostly the loop's.
+        gc.collect()
+        gc.freeze()
         self._thread = threading.Thread(target=self._run, name="jaxserve-loop", daemon=True)
         self._thread.start()
 
@@ -124,6 +129,7 @@ class Engine:
         self._loop.inbox.put(End())
         self._thread.join()
         self._thread = None
+        gc.unfreeze()  # what was an engine may go
         self._compiles = (self._num_compiles, None)
         self._grammars.close()
 

@@ -6,6 +6,7 @@ most one step apart.  Nothing ever falls.  Names and exposition are the server's
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -56,9 +57,9 @@ class Histogram:
         self.counts = [0] * (len(bounds) + 1)
         self.sum = 0.0
 
-    def observe(self, value: float) -> None:
-        self.counts[bisect_left(self.bounds, value)] += 1
-        self.sum += value
+    def observe(self, value: float, times: int = 1) -> None:
+        self.counts[bisect_left(self.bounds, value)] += times
+        self.sum += value * times
 
     def read(self) -> HistogramReading:
         return HistogramReading(self.bounds, tuple(self.counts), self.sum)
@@ -142,7 +143,7 @@ class Meter:
 
     def told(self, chunks: Iterable[Chunk], now: float) -> None:
         """A step's chunks, one a sequence at the most.  The last ones get their times."""
-        inter_token = self.inter_token_latency.observe
+        gaps: list[float] = []
         for chunk in chunks:
             life = self._lives[chunk.request_id][chunk.index]
             if chunk.token_ids:
@@ -150,10 +151,12 @@ class Meter:
                     life.first_token = now
                     self.time_to_first_token.observe(now - life.arrived)
                 else:
-                    inter_token(now - life.last_token)
+                    gaps.append(now - life.last_token)
                 life.last_token = now
             if chunk.finish_reason is not None:
                 self._ended(chunk, life, now)
+        for gap, times in Counter(gaps).items():  # most rows were last told at the same moment
+            self.inter_token_latency.observe(gap, times)
 
     def stepped(self, *, host: float, wait: float) -> None:
         """The loop went round with something to do: seconds on the host, and seconds waiting for the device."""

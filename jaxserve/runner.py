@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 import jax
 import numpy as np
@@ -37,10 +38,6 @@ class _PendingCall:
     proposed: Proposed | None = None  # of a verify call
     drawn: Array | None = None  # what `sample` or `accept` returned, once it has been dispatched
 
-    @property
-    def is_masked(self) -> bool:
-        return any(row.masked for row in self.call.rows)
-
     def outcomes(self):
         assert self.drawn is not None, "the sampler of this call was not dispatched"
         scored = {
@@ -62,7 +59,7 @@ class Pending:
 
     def result(self) -> Outcome:
         """Waits for the device."""
-        rows = tuple(row for call in self.calls for row in call.outcomes())
+        rows = tuple(chain.from_iterable([call.outcomes() for call in self.calls]))
         decode = next((call.call for call in self.calls if call.is_decode), None)
         return Outcome(rows, (decode.rows_bucket, decode.queries - 1) if decode else None)
 
@@ -137,7 +134,7 @@ class Runner:
         prefill = self._forward(plan.prefill, self._pack(plan.prefill), is_decode=False) if plan.prefill else None
         pending = Pending(plan, [call for call in (prefill, decode) if call])
         for call in reversed(pending.calls):
-            if not call.is_masked:
+            if not call.call.is_masked:
                 self._sample(call, {})
         if plan.draft_prefill:  # last: no token waits for it
             self._prefill_draft(plan.draft_prefill, self._pack(plan.draft_prefill))
@@ -147,7 +144,7 @@ class Runner:
         """sequence -> the drafts of its masked row.  Waits for `propose` alone: the forward call computes meanwhile."""
         drafts: dict[int, list[int]] = {}
         for call in pending.calls:
-            if call.is_masked and call.proposed is not None:
+            if call.call.is_masked and call.proposed is not None:
                 drafts |= batch.read_drafts(
                     call.call, np.asarray(call.proposed.tokens), np.asarray(call.proposed.count)
                 )
@@ -156,7 +153,7 @@ class Runner:
     def sample(self, pending: Pending, masks: Mapping[int, np.ndarray]) -> None:
         """Enqueue the samplers that waited.  masks: sequence -> [1 + drafts, W]; a row without one has ended."""
         for call in reversed(pending.calls):
-            if call.is_masked:
+            if call.call.is_masked:
                 rows = {i: masks[row.sequence] for i, row in enumerate(call.call.rows) if row.sequence in masks}
                 self._sample(call, rows)
 
@@ -176,11 +173,7 @@ class Runner:
             return self._verify(call, packed)
         name = f"decode {call.rows_bucket}" if is_decode else f"prefill {call.rows_bucket}x{call.queries}"
         forwarded, self.pool = self.programs[name](self._weights, self.pool, self.slots, packed)
-        scored = {
-            i: self._score(forwarded.hidden, call, i)
-            for i, row in enumerate(call.rows)
-            if row.prompt_logprobs is not None and row.prompt_logprobs_from < row.start + row.q_len
-        }
+        scored = {} if is_decode else self._score_rows(forwarded.hidden, call)
         return _PendingCall(call, packed, forwarded, scored, is_decode)
 
     def _verify(self, call: Call, packed: np.ndarray) -> _PendingCall:
@@ -215,6 +208,14 @@ class Runner:
         if self.draft_pool is not None:
             program = self.programs[f"draft prefill {call.rows_bucket}x{call.queries}"]
             self.draft_pool = program(self._draft_weights, self.draft_pool, self.slots, packed)
+
+    def _score_rows(self, hidden: Array, call: Call) -> dict[int, list[tuple[int, Array]]]:
+        """Prompt logprobs of the rows of a prefill call that want some."""
+        return {
+            i: self._score(hidden, call, i)
+            for i, row in enumerate(call.rows)
+            if row.prompt_logprobs is not None and row.prompt_logprobs_from < row.start + row.q_len
+        }
 
     def _score(self, hidden: Array, call: Call, index: int) -> list[tuple[int, Array]]:
         """Prompt logprobs of one row, block by block.  -> (entries to skip, [block, SCORED_WIDTH])."""

@@ -4,6 +4,8 @@ When the pool is out it preempts, and it alone does."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from jaxserve.config import SchedulerConfig
 from jaxserve.sched.plan import Call, Row
 from jaxserve.sched.roster import Roster
@@ -14,13 +16,43 @@ Candidates = list[tuple[SequenceState, int]]  # with the most drafts each may ha
 Ready = list[tuple[SequenceState, int]]  # with its q_len
 
 
+@dataclass(slots=True)
+class _Steady:
+    """A decode call of everybody, one token each, and how often it may be made again while the roster's `moves` stand."""
+
+    moves: int
+    call: Call
+    sequences: list[SequenceState]
+    steps: int
+
+
 class DecodePlanner:
     def __init__(self, config: SchedulerConfig, roster: Roster):
         self.config = config
         self.roster = roster
         self.speculation = Speculation(config)
+        self._steady: _Steady | None = None
 
     def plan(self, now: float) -> Call | None:
+        call = self._again() or self._new(now)
+        if call is not None:
+            self.roster.counters.decode_calls += 1
+            self.roster.counters.decode_rows += len(call.rows)
+            self.roster.counters.decode_padding += call.rows_bucket - len(call.rows)
+        return call
+
+    def _again(self) -> Call | None:
+        """The last call once more: nothing has moved, every row has a page and may add a token."""
+        last = self._steady
+        if last is None or last.moves != self.roster.moves or not last.steps:
+            return None
+        last.steps -= 1
+        for sequence in last.sequences:
+            sequence.plan_tokens(1)
+        return last.call
+
+    def _new(self, now: float) -> Call | None:
+        self._steady = None
         candidates = self._candidates()
         if self.config.num_drafts:
             is_level = any(drafts > 0 and self._is_level(sequence) for sequence, drafts in candidates)
@@ -36,9 +68,10 @@ class DecodePlanner:
         if shortage:
             self._grow(ready)
         call = self._call(ready, wish)
-        self.roster.counters.decode_calls += 1
-        self.roster.counters.decode_rows += len(call.rows)
-        self.roster.counters.decode_padding += call.rows_bucket - len(call.rows)
+        if not self.config.num_drafts and len(ready) == len(self.roster.running):
+            sequences = [sequence for sequence, _ in ready]
+            steps = min([sequence.steps_left(self.config.page_size) for sequence in sequences])
+            self._steady = _Steady(self.roster.moves, call, sequences, steps)
         return call
 
     def _candidates(self) -> Candidates:

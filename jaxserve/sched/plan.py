@@ -7,6 +7,7 @@ was drawn, row by row in the plan's order."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from jaxserve.request import SamplingParams, TokenLogprobs
 
@@ -55,7 +56,7 @@ class Rung:
     cost: float  # of the whole call, in any unit that a call's rungs share
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Call:
     """One compiled program's worth of rows; `rows_bucket` and `queries` name the program.
 
@@ -67,6 +68,10 @@ class Call:
     queries: int  # chunk for prefill, 1 for decode, K + 1 for verify
     rungs: tuple[Rung, ...] = ()  # by drafts, plain decode first
     acceptance: tuple[float, ...] = ()  # with rungs: of each row, the chance that its next draft is right
+
+    @cached_property
+    def is_masked(self) -> bool:
+        return any(row.masked for row in self.rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +89,10 @@ class Plan:
 
     @property
     def is_masked(self) -> bool:
-        return any(row.masked for row in self.rows)
+        return any(call.is_masked for call in (self.prefill, self.decode) if call)
 
 
-@dataclass(slots=True)  # not frozen: one a row and step is made
+@dataclass(frozen=True, slots=True)
 class RowOutcome:
     """What one row drew: no token (not the last chunk, inert), one, or up to K + 1."""
 

@@ -40,6 +40,7 @@ class PrefillPlanner:
         self._every = every
         self._quick = quick or [min(every, key=lambda bucket: bucket.cost)]
         self._most_rows = max(bucket.rows for bucket in every)
+        self._settled = -1  # the roster's `moves` when all that run were past their prefill
 
     def plan(self) -> tuple[tuple[SlotLoad, ...], Call | None]:
         candidates = self._candidates()
@@ -63,15 +64,24 @@ class PrefillPlanner:
 
     def _candidates(self) -> list[tuple[SequenceState, int]]:
         """Who could have a row, with the tokens it has left, in order: as many as a call has rows, and long ones."""
-        found = []
-        for sequence in self.roster.running.values():
-            if sequence.is_prefilling:
-                self.roster.rematch(sequence)
-                if self.roster.claim(sequence, sequence.computed // self.config.page_size):
-                    found.append((sequence, sequence.target - sequence.computed))
+        found = self._begun() if self._settled != self.roster.moves else []
+        if not self.roster.waiting:
+            return found
         longest = max(bucket.chunk for bucket in self._every)
         places = self._most_rows - sum([left <= longest for _, left in found])
         found += self._newcomers(places, longest)
+        return found
+
+    def _begun(self) -> list[tuple[SequenceState, int]]:
+        """Those that run already."""
+        prefilling = [sequence for sequence in self.roster.running.values() if sequence.is_prefilling]
+        if not prefilling:
+            self._settled = self.roster.moves
+        found = []
+        for sequence in prefilling:
+            self.roster.rematch(sequence)
+            if self.roster.claim(sequence, sequence.computed // self.config.page_size):
+                found.append((sequence, sequence.target - sequence.computed))
         return found
 
     def _newcomers(self, places: int, longest: int) -> list[tuple[SequenceState, int]]:

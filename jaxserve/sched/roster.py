@@ -27,6 +27,7 @@ class Roster:
         self.running: dict[int, SequenceState] = {}  # by number, in order of admission
         self.alive: dict[int, SequenceState] = {}  # by number, running and waiting
         self.free_slots = list(range(config.slots - 1, -1, -1))
+        self.moves = 0  # while it stands, the same sequences run, in the same slots, and none has given back a page
         self._admissions = 0
 
     def enlist(self, sequence: SequenceState) -> None:
@@ -38,6 +39,7 @@ class Roster:
         page_size = self.config.page_size
         self.waiting.remove(sequence)
         self._admissions += 1
+        self.moves += 1
         sequence.admitted, sequence.slot = self._admissions, self.free_slots.pop()
         sequence.target = sequence.length
         if self.config.prefix_reuse and not sequence.is_resumed:
@@ -68,6 +70,7 @@ class Roster:
         del self.alive[sequence.number]
 
     def _leave(self, sequence: SequenceState) -> None:
+        self.moves += 1
         del self.running[sequence.number]
         self.free_slots.append(sequence.slot)
         self.pool.release(sequence.pages)
@@ -188,6 +191,7 @@ class Roster:
             self.pool.release(sequence.pages[needed:])
             del sequence.pages[needed:]
             sequence.row = None
+            self.moves += 1
 
     def check(self) -> None:
         """Proves that pages, slots and claims belong to running sequences and to them alone.  For tests."""

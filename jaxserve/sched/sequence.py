@@ -168,6 +168,11 @@ class SequenceState:
         """Pages it lacks for the longest case of a step of `q_len` queries."""
         return max(-(-self.longest_kv(q_len) // page_size) - len(self.pages), 0)
 
+    def steps_left(self, page_size: int) -> int:
+        """Decode steps of one token that may follow the unread ones before it lacks a page or has reached its limit."""
+        room, held = self.limit - self.shortest, len(self.pages) * page_size
+        return room if self.limit - 1 <= held else min(room, held - self.longest_kv(0))
+
     def read(self, row: Row) -> None:
         """A step that might add tokens has been read."""
         self.unread -= 1

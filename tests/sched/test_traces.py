@@ -14,6 +14,7 @@ from jaxserve.sched.decode import DecodePlanner
 from jaxserve.sched.prefill import PrefillPlanner
 from jaxserve.sched.roster import Roster
 from jaxserve.sched.scheduler import Scheduler
+from jaxserve.sched.sequence import SequenceState
 from tests.fakes import FakeDevice
 from tests.sched.harness import VOCAB, Loop, WrongAnswer, make_config, make_request, some_prompt
 from tests.sched.traces import Trace
@@ -63,7 +64,7 @@ def play(traces: int, num_drafts: int, make_device=None, **config) -> Counter[st
         try:
             Trace(seed, num_drafts, make_config(num_drafts=num_drafts, **config), make_device).play()
             ends["right"] += 1
-        except (AssertionError, IndexError) as error:
+        except (AssertionError, LookupError) as error:
             ends[type(error).__name__] += 1
     return ends
 
@@ -86,6 +87,7 @@ def test_breaking_rule_3_a_position_guessed_by_the_host_is_noticed(monkeypatch):
         return dataclasses.replace(plan_row(planner, sequence, q_len, **how), start=start)
 
     monkeypatch.setattr(DecodePlanner, "_row", guess)
+    monkeypatch.setattr(DecodePlanner, "_again", lambda planner: None)  # every row anew, with its own guess
     monkeypatch.setattr(FakeDevice, "_start", lambda device, row: row.start)
     assert play(4, 0) == {"right": 4}, "without drafts the host's bounds are exact"
     assert play(4, 3)["WrongAnswer"]
@@ -114,6 +116,21 @@ def test_breaking_rule_6_reading_rows_of_an_old_epoch_is_noticed(monkeypatch, nu
 
     monkeypatch.setattr(Scheduler, "current", current)
     assert play(10, num_drafts, num_pages=16)["WrongAnswer"]
+
+
+def test_a_call_made_again_after_a_sequence_has_left_is_noticed(monkeypatch):
+    monkeypatch.setattr(Roster, "moves", property(lambda roster: 0, lambda roster, value: None), raising=False)
+    assert not play(10, 0, num_pages=16)["right"]
+
+
+def test_a_call_made_again_without_the_pages_it_needs_is_noticed(monkeypatch):
+    monkeypatch.setattr(SequenceState, "steps_left", lambda sequence, page_size: sequence.limit - sequence.shortest)
+    assert play(10, 0)["right"] < 10
+
+
+def test_a_call_made_again_past_a_limit_is_noticed(monkeypatch):
+    monkeypatch.setattr(SequenceState, "steps_left", lambda sequence, page_size: 1)
+    assert play(10, 0)["right"] < 10
 
 
 def two_turns() -> int:

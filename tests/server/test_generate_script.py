@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
 
@@ -124,7 +125,16 @@ def test_a_wrong_flag_is_one_sentence_and_exits_2(flags: list[str]) -> None:
     assert result.returncode == 2 and flags[0] in result.stderr and result.stderr.count("\n") == 1
 
 
-def test_ctrl_c_aborts_the_request_and_exits_130(served: Served, engine: StubEngine) -> None:
+@pytest.fixture
+def patient() -> Iterator[tuple[Served, StubEngine]]:
+    """An answer of ten seconds: one that is interrupted has not ended by itself, however busy the machine."""
+    engine = StubEngine(step_seconds=0.02)
+    with serving(engine) as served:
+        yield served, engine
+
+
+def test_ctrl_c_aborts_the_request_and_exits_130(patient: tuple[Served, StubEngine]) -> None:
+    served, engine = patient
     process = start(["scripts/generate.py", "--address", served.address, "--ignore-eos", "hi"])
     read_until(process.stdout, "Paris")
     process.send_signal(signal.SIGINT)
@@ -133,7 +143,8 @@ def test_ctrl_c_aborts_the_request_and_exits_130(served: Served, engine: StubEng
     until(lambda: engine.running == 0)
 
 
-def test_a_pipe_that_closes_aborts_the_request(served: Served, engine: StubEngine) -> None:
+def test_a_pipe_that_closes_aborts_the_request(patient: tuple[Served, StubEngine]) -> None:
+    served, engine = patient
     command = [sys.executable, str(ROOT / "scripts" / "generate.py"), "--address", served.address, "--ignore-eos", "hi"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout is not None and process.stdout.read(3)
